@@ -149,7 +149,7 @@ class EngineConfig:
     def _check_pairs(self) -> None:
         if self.cache == "none" and self.scheduling != "sequential":
             raise InvalidConfigError(
-                f"cache='none' recomputes one request at a time: scheduling must be 'sequential', not {self.scheduling!r}",
+                f"cache='none' runs one request at a time: scheduling must be 'sequential', got {self.scheduling!r}",
                 field="scheduling",
             )
         if self.cache != "paged" and self.enable_prefix_caching:

@@ -1,0 +1,120 @@
+"""`ScheduledBatch` and `ModelOutput`: what the scheduler asks of the worker for one step, and what comes back.
+
+Where it stands: the border between engine and worker. Both are plain values of numbers (rows, positions, counts), so that
+they can be sent to another process; everything else the worker needs stands in the `SequenceTable`, by row.
+
+Worked example, a step with three sequences (rows 4, 0 and 7)::
+
+    sequences   (row 4, start  9, 1 token)     decode: computes position 9
+                (row 0, start 21, 1 token)     decode
+                (row 7, start  0, 5 tokens)    prefill of a whole prompt, n = 2
+    draws       from the last token of row 4, of row 0, and two from the last token of row 7 (samples 0 and 1)
+    flat batch  [t9 | t21 | t0 t1 t2 t3 t4]    7 tokens; logits are computed for 3 of them
+
+In vLLM: `SchedulerOutput` in `vllm/v1/core/sched/output.py` and `ModelRunnerOutput` in `vllm/v1/outputs.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mini_vllm.cache.block_manager import BlockCopy
+from mini_vllm.outputs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence that runs in this step.
+
+    Args:
+        row: its row in the SequenceTable.
+        start: the first position that is computed.
+        num_new_tokens: how many positions are computed, from `start` on.
+        is_prefill: whether prompt (or, after a preemption, known) tokens are computed, rather than one decode token.
+    """
+
+    row: int
+    start: int
+    num_new_tokens: int
+    is_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to sample.
+
+    Args:
+        sequence: index into `ScheduledBatch.sequences`: the logits are those of its last computed token, the sampling
+            parameters those of its row.
+        sample_index: which of the n siblings the token is for.
+        position: where the token will stand; with the seed and sample_index it determines the noise.
+    """
+
+    sequence: int
+    sample_index: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsSpan:
+    """Logprobs of known prompt tokens.
+
+    The logits at position p speak about the token at p + 1, so the logits of positions [start, end) give the entries of
+    the prompt tokens [start + 1, end + 1).
+
+    Args:
+        sequence: index into `ScheduledBatch.sequences`.
+        start, end: positions whose logits are needed, all of them computed in this step.
+        num_logprobs: alternatives a position.
+    """
+
+    sequence: int
+    start: int
+    end: int
+    num_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """The work of one step. `block_copies` come first."""
+
+    sequences: list[ScheduledSequence]
+    draws: list[Draw]
+    prompt_logprobs: list[PromptLogprobsSpan]
+    block_copies: list[BlockCopy]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.num_new_tokens for sequence in self.sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sequences
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What one draw gave.
+
+    Args:
+        token_id: meaningless if there is an error.
+        logprobs: if the request asked for them.
+        error: why no token could be drawn (logits that are not a number, masks that leave no token), else None.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """The results of one step.
+
+    Args:
+        tokens: one a draw, in the order of `ScheduledBatch.draws`.
+        prompt_logprobs: one list a span, in the order of `ScheduledBatch.prompt_logprobs`.
+    """
+
+    tokens: list[SampledToken]
+    prompt_logprobs: list[list[TokenLogprobs]]
