@@ -1,7 +1,7 @@
 """The block manager: who owns which block of the KV cache. Bookkeeping only; the tensors are the backend's.
 
-Where it stands: the scheduler asks it for room before it schedules anything, and gives the room back at the end. A block
-is a number; it holds the keys and values of `block_size` neighbouring tokens of one sequence, in every layer.
+Where it stands: the scheduler asks it for room before it schedules anything, and gives the room back at the end. A
+block is a number; it holds the keys and values of `block_size` neighbouring tokens of one sequence, in every layer.
 
     tokens of a sequence     0 1 2 3 | 4 5 6 7 | 8 9             block_size 4
     its block table            [7]   |   [2]   |  [5]            any free blocks, in any order
@@ -185,6 +185,12 @@ class BlockManager:
         for logical in range(table.num_published, num_full):
             self.prefix_cache.publish(table.blocks[logical], table.keys[logical])
         table.num_published = num_full
+
+    def unpublish(self, table: BlockTable) -> None:
+        """The computation of these blocks has failed: nobody else may read them. Shared ones are only forgotten."""
+        if self.prefix_cache is not None:
+            for block in table.blocks:
+                self.prefix_cache.forget(block)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Running sequences keep their blocks and go on."""

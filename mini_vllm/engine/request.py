@@ -23,7 +23,8 @@ class Request:
         params: resolved sampling parameters: no field is None that generation needs.
         seed: of the random draws; a signed 64-bit integer.
         stop_token_ids: ids that end the generation, the ends of sequence included unless `ignore_eos`.
-        stop_token_strings: for ids in `stop_token_ids` that stand for a stop string: what to report as the stop reason.
+        stop_token_reasons: what to report as the stop reason, for the ids the user asked for (the id itself, or the
+            stop string that it stands for). An end of sequence has none.
         arrival_time: seconds on the engine's clock.
         arrival_index: counts the requests of this engine; breaks ties of arrival and priority.
         priority: smaller goes first under the `priority` policy.
@@ -37,7 +38,7 @@ class Request:
     seed: int
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    stop_token_strings: dict[int, str] = field(default_factory=dict)
+    stop_token_reasons: dict[int, int | str] = field(default_factory=dict)
     arrival_time: float = 0.0
     arrival_index: int = 0
     priority: int = 0

@@ -1,7 +1,7 @@
 """`ScheduledBatch` and `ModelOutput`: what the scheduler asks of the worker for one step, and what comes back.
 
-Where it stands: the border between engine and worker. Both are plain values of numbers (rows, positions, counts), so that
-they can be sent to another process; everything else the worker needs stands in the `SequenceTable`, by row.
+Where it stands: the border between engine and worker. Both are plain values of numbers (rows, positions, counts), so
+that they can be sent to another process; everything else the worker needs stands in the `SequenceTable`, by row.
 
 Worked example, a step with three sequences (rows 4, 0 and 7)::
 
@@ -16,7 +16,7 @@ In vLLM: `SchedulerOutput` in `vllm/v1/core/sched/output.py` and `ModelRunnerOut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.outputs import TokenLogprobs
@@ -37,6 +37,11 @@ class ScheduledSequence:
     start: int
     num_new_tokens: int
     is_prefill: bool
+
+    @property
+    def end(self) -> int:
+        """One past the last position that is computed."""
+        return self.start + self.num_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,9 @@ class ModelOutput:
     Args:
         tokens: one a draw, in the order of `ScheduledBatch.draws`.
         prompt_logprobs: one list a span, in the order of `ScheduledBatch.prompt_logprobs`.
+        errors: sequences (by index) that failed as a whole, and why; their draws carry the error as well.
     """
 
     tokens: list[SampledToken]
     prompt_logprobs: list[list[TokenLogprobs]]
+    errors: dict[int, str] = field(default_factory=dict)

@@ -114,6 +114,8 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         table = BlockTable(root=root_key(self.request.cache_salt))
+        if self.request.params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)  # nothing comes before the first token, so nothing predicts it
         self.sequences.append(Sequence(self, 0, list(self.request.prompt_token_ids), table))
 
     @property

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
+
+from mini_vllm.cache.block_manager import BlockCopy
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,25 @@ class StepAttention(Protocol):
         ...
 
 
-Cache = TypeVar("Cache")
+class AttentionBackend(Protocol):
+    """A way to store keys and values and to attend over them. It owns the memory layout.
 
+    A backend is made for one block size, dtype and device (`attention_backends.make_backend`). For the contiguous cache
+    a "block" is a slot for one whole sequence: the block tables have one column.
+    """
 
-class AttentionBackend(Protocol, Generic[Cache]):
-    """A way to store keys and values and to attend over them. It owns the memory layout."""
+    def block_bytes(self, layers: Sequence[AttentionLayerSpec]) -> int:
+        """Bytes that one block takes in all layers together; 0 if nothing is stored."""
+        ...
 
-    def allocate(self, layers: Sequence[AttentionLayerSpec], num_blocks: int) -> Cache:
+    def allocate(self, layers: Sequence[AttentionLayerSpec], num_blocks: int) -> None:
         """Make the tensors that hold `num_blocks` blocks for every layer."""
         ...
 
-    def begin(self, cache: Cache, metadata: AttentionMetadata) -> StepAttention:
-        """Plan one step over `cache`. Cheap: the work that all layers share is done here, once."""
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in every layer, in the order given (copy on write)."""
+        ...
+
+    def begin(self, metadata: AttentionMetadata) -> StepAttention:
+        """Plan one step. The work that all layers share is done here, once."""
         ...

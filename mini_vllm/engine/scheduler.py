@@ -1,0 +1,459 @@
+"""The scheduler: what is computed in the next step.
+
+Where it stands: between the engine and the worker. `schedule` turns the queues into a `ScheduledBatch`; the worker runs
+it; `commit` writes the results into the sequences. No torch here, and no text: tokens, blocks and counts only.
+
+**The one rule.** A sequence has tokens known and tokens computed; each step computes some of the difference, under a
+token budget. Prefill, a chunk of a prefill, decode, and computing again after a preemption are all this rule:
+
+    budget 8, in this order:
+      1. decodes          A 1 token, B 1 token                                    6 left
+      2. begun prefills   C goes on: 3 of its tokens were missing                 3 left
+      3. admissions       D (20 tokens) gets a row, its blocks, and a first chunk of 3; the rest in later steps
+
+**What always holds**
+- Nothing runs without blocks for all tokens it knows. A sequence gets them when it is admitted, and one more whenever
+  its decode grows into it.
+- When a decode finds no free block, the last sequence in policy order is preempted: its blocks are freed, its tokens
+  are kept, it waits for its turn to be computed again. Nobody is admitted in a step that preempted.
+- The first sequence in policy order advances in every step, so nobody starves: sooner or later everyone is first.
+- A step costs O(running + admitted), however many wait.
+
+In vLLM: `vllm/v1/core/sched/scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mini_vllm.cache.block_manager import BlockCopy, BlockManager, BlockTable
+from mini_vllm.config import EngineConfig
+from mini_vllm.engine import events
+from mini_vllm.engine.policy import WaitingQueue, make_policy
+from mini_vllm.engine.scheduled_batch import (
+    Draw,
+    ModelOutput,
+    PromptLogprobsSpan,
+    SampledToken,
+    ScheduledBatch,
+    ScheduledSequence,
+)
+from mini_vllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from mini_vllm.engine.sequence_table import SequenceTable
+from mini_vllm.outputs import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChange:
+    """What a step did to one sequence.
+
+    Args:
+        sequence: its `finish_reason` is set if a token, a length or an error ended it.
+        num_new_tokens: how many of its last tokens are new.
+        error: the reason behind finish reason `error`.
+    """
+
+    sequence: Sequence
+    num_new_tokens: int
+    error: str | None = None
+
+
+@dataclass
+class _Step:
+    """The batch in the making."""
+
+    budget: int
+    num_preempted: int = 0
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobsSpan] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """Compute `num_new_tokens` more tokens of `sequence`, and draw if that reaches the last one it knows."""
+        start, index = sequence.num_computed_tokens, len(self.sequences)
+        end = start + num_new_tokens
+        self.sequences.append(ScheduledSequence(sequence.row, start, num_new_tokens, not sequence.is_decoding))
+        self.budget -= num_new_tokens
+        group, params = sequence.group, sequence.group.request.params
+        if end == sequence.num_tokens and group.request.max_tokens > 0:
+            # Before the fork, the siblings of n all draw from the last prompt token.
+            siblings = (sequence.index,) if group.is_forked else range(params.n)
+            self.draws.extend(Draw(index, sample_index, end) for sample_index in siblings)
+        if params.prompt_logprobs is not None and group.needs_prompt_logprobs:
+            # Entry 0 is None, entry p + 1 comes from the logits at p; after a preemption those already there are
+            # skipped.
+            first = max(start, len(group.prompt_logprobs) - 1)
+            last = min(end, sequence.num_prompt_tokens - 1)
+            if first < last:
+                self.prompt_logprobs.append(PromptLogprobsSpan(index, first, last, params.prompt_logprobs))
+
+
+class Scheduler:
+    """Queues, rows and blocks of one engine.
+
+    Args:
+        config: with its limits settled (`EngineConfig.with_model_limits`).
+        block_manager: the pool; for `cache="contiguous"` and `"none"` its blocks are slots of max_model_len tokens.
+        listener: called with every event; None if nobody listens.
+    """
+
+    def __init__(
+        self, config: EngineConfig, block_manager: BlockManager, listener: events.EventListener | None = None
+    ) -> None:
+        if config.max_model_len is None or config.max_num_batched_tokens is None:
+            raise RuntimeError("the scheduler needs a config whose limits are settled (with_model_limits)")
+        self.block_manager = block_manager
+        self.listener = listener
+        self.table = SequenceTable(config.max_num_seqs, config.max_model_len, block_manager.block_size)
+        self._recomputes_all = config.cache == "none"
+        self._token_budget = sys.maxsize if self._recomputes_all else config.max_num_batched_tokens
+        self._chunks_prefill = config.enable_chunked_prefill
+        self._scheduling = config.scheduling
+        self._max_num_seqs = config.max_num_seqs
+        self._debug_checks = config.debug_checks
+        self._policy = make_policy(config.policy)
+        self._waiting = WaitingQueue(self._policy)
+        self._running: list[Sequence] = []  # in policy order
+        self._sequence_of_row: list[Sequence | None] = [None] * config.max_num_seqs
+        self._num_seats = 0  # of the running, and of their siblings to come
+        self._last_step_admitted = False
+        self._batch_is_forming = False
+
+    # ---- the life of a request --------------------------------------------------------------------------------
+
+    def add(self, group: SequenceGroup) -> None:
+        """A new request waits from now on. It must have passed the engine's checks: it fits the pool alone."""
+        self._waiting.push(group.sequences[0])
+
+    def abort(self, group: SequenceGroup) -> None:
+        """End all unfinished sequences of a request, in whatever state they are, and free what they hold."""
+        self._end_unborn_siblings(group, FinishReason.ABORT)
+        unfinished = [sequence for sequence in group.sequences if sequence.status is not SequenceStatus.FINISHED]
+        for sequence in unfinished:
+            sequence.finish_reason = FinishReason.ABORT
+        self.finish(unfinished)
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """End sequences whose `finish_reason` is set. Their blocks are free for the next `schedule`."""
+        for sequence in sequences:
+            if sequence.status is SequenceStatus.RUNNING:
+                freed = self._release(sequence)
+            else:
+                freed = ()
+            was_queued = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+            sequence.status = SequenceStatus.FINISHED
+            if was_queued:
+                self._waiting.note_finished()
+            if self.listener is not None and sequence.finish_reason is not None:
+                request_id = sequence.group.request.request_id
+                self.listener(events.Finished(request_id, sequence.index, sequence.finish_reason, freed))
+        if self._debug_checks:
+            self.check()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """The running sequences in policy order."""
+        return tuple(self._running)
+
+    @property
+    def num_wasted_slots(self) -> int:
+        """Token slots that are allocated to running sequences and hold nothing yet (internal waste)."""
+        size = self.block_manager.block_size
+        return sum(len(s.block_table.blocks) * size - s.num_computed_tokens for s in self._running)
+
+    # ---- schedule ---------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the work of the next step. The batch is empty if there is nothing to do."""
+        step = _Step(self._token_budget)
+        if not self._running:
+            self._batch_is_forming = True  # static scheduling: the doors open when everyone has left
+        if self._chunks_prefill:
+            self._schedule_running(step)
+            if not step.num_preempted:
+                self._admit(step)
+        else:
+            # Whole prefills and decodes alternate, so that neither starves the other.
+            if not (self._last_step_admitted and self._running):
+                self._admit(step)
+            self._last_step_admitted = bool(step.sequences)
+            if not step.sequences:
+                self._schedule_running(step)
+        batch = ScheduledBatch(step.sequences, step.draws, step.prompt_logprobs, step.block_copies)
+        if self.listener is not None and batch.sequences:
+            self.listener(self._describe(batch))
+        return batch
+
+    def _schedule_running(self, step: _Step) -> None:
+        for sequence in self._running_in_turn():
+            if step.budget <= 0:
+                break
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted a moment ago, to make room for one before it
+            if sequence.is_decoding and not self._make_room(sequence, step):
+                continue
+            num_new = min(sequence.num_uncomputed_tokens, step.budget)
+            if sequence is self._running[0] and num_new > 1 and not self._recomputes_all:
+                # The first one always advances, but its prefill leaves one token to each decode.
+                num_decodes = sum(other.is_decoding for other in self._running)
+                num_new = min(num_new, max(1, step.budget - num_decodes))
+            step.add(sequence, num_new)
+
+    def _running_in_turn(self) -> list[Sequence]:
+        """The first in policy order, then decodes, then prefills that have begun; each in policy order."""
+        decodes = [sequence for sequence in self._running if sequence.is_decoding]
+        if len(decodes) == len(self._running):
+            return decodes
+        first = self._running[0]
+        prefills = [sequence for sequence in self._running if not sequence.is_decoding and sequence is not first]
+        return [first, *(sequence for sequence in decodes if sequence is not first), *prefills]
+
+    def _make_room(self, sequence: Sequence, step: _Step) -> bool:
+        """Get the block that the decode of `sequence` writes to; False if it had to be preempted itself.
+
+        The victims are later in policy order, so they have not been scheduled in this step yet; and a prefill needs no
+        room, since it got all its blocks when it was admitted.
+        """
+        table, write_from, num_tokens = sequence.block_table, sequence.num_computed_tokens, sequence.num_tokens
+        while not self.block_manager.can_append(table, num_tokens, write_from):
+            victim = self._running[-1]
+            self._preempt(victim)
+            step.num_preempted += 1
+            if victim is sequence:
+                return False
+        num_before = len(table.blocks)
+        copy = self.block_manager.append(table, num_tokens, write_from)
+        if copy is not None:
+            step.block_copies.append(copy)
+        if copy is not None or len(table.blocks) > num_before:
+            self.table.write_blocks(sequence, write_from // self.block_manager.block_size)
+            if self.listener is not None:
+                new = tuple(table.blocks[num_before:])
+                self.listener(events.BlocksAppended(sequence.group.request.request_id, sequence.index, new, copy))
+        return True
+
+    def _admit(self, step: _Step) -> None:
+        """Let waiting sequences in while seats, blocks and budget last."""
+        while (sequence := self._waiting.peek()) is not None and self._may_join(sequence):
+            if step.budget <= 0:
+                return
+            prefix = self._readable_prefix(sequence)
+            num_new = sequence.num_tokens - len(prefix) * self.block_manager.block_size
+            if num_new > step.budget:
+                if not self._chunks_prefill:
+                    return
+                num_new = step.budget
+            if not self.block_manager.can_allocate(sequence.num_tokens, prefix):
+                break
+            self._waiting.pop()
+            self._start(sequence, prefix)
+            step.add(sequence, num_new)
+        self._batch_is_forming = False  # stopped for want of requests, seats or blocks, not of budget
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        if self._num_seats + sequence.group.num_seats > self._max_num_seqs:
+            return False
+        if self._scheduling == "sequential":
+            return not self._running or self._running[0].group is sequence.group
+        if self._scheduling == "static":
+            return self._batch_is_forming or sequence.status is SequenceStatus.PREEMPTED
+        return True
+
+    def _readable_prefix(self, sequence: Sequence) -> list[int]:
+        if sequence.group.needs_prompt_logprobs:
+            return []  # every prompt position must be computed, or there are no logits to report
+        return self.block_manager.cached_prefix(sequence.block_table, sequence.token_ids)
+
+    def _start(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Give a sequence its blocks and its row."""
+        group = sequence.group
+        self.block_manager.allocate(sequence.block_table, sequence.num_tokens, prefix)
+        sequence.num_computed_tokens = len(prefix) * self.block_manager.block_size
+        if self.block_manager.prefix_cache is not None:
+            self.block_manager.prefix_cache.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = sequence.num_computed_tokens
+        is_resumed = sequence.status is SequenceStatus.PREEMPTED
+        self._seat(sequence)
+        self._num_seats += group.num_seats
+        if self.listener is not None:
+            blocks = tuple(sequence.block_table.blocks)
+            event = events.Admitted(
+                request_id=group.request.request_id,
+                index=sequence.index,
+                num_tokens=sequence.num_tokens,
+                num_cached_tokens=sequence.num_computed_tokens,
+                shared_blocks=blocks[: len(prefix)],
+                new_blocks=blocks[len(prefix) :],
+                is_resumed=is_resumed,
+            )
+            self.listener(event)
+
+    def _seat(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self.table.admit(sequence)
+        self._sequence_of_row[sequence.row] = sequence
+        insort(self._running, sequence, key=self._policy.key)
+
+    # ---- preemption -------------------------------------------------------------------------------------------
+
+    def _preempt(self, sequence: Sequence) -> None:
+        freed = self._release(sequence)
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_computed_tokens = 0
+        sequence.group.num_preemptions += 1
+        self._waiting.push(sequence)
+        if self.listener is not None:
+            self.listener(events.Preempted(sequence.group.request.request_id, sequence.index, freed))
+
+    def preempt_all(self) -> None:
+        """Take everything back that a step was given and never committed (it was interrupted)."""
+        for sequence in reversed(self.running):
+            self._preempt(sequence)
+
+    def _release(self, sequence: Sequence) -> tuple[int, ...]:
+        """Take row, seats and blocks of a running sequence back. Returns the blocks it held, if anyone listens."""
+        freed = tuple(sequence.block_table.blocks) if self.listener is not None else ()
+        self._running.remove(sequence)
+        self._num_seats -= sequence.group.num_seats
+        self._sequence_of_row[sequence.row] = None
+        self.table.release(sequence)
+        self.block_manager.free(sequence.block_table)
+        return freed
+
+    # ---- commit -----------------------------------------------------------------------------------------------
+
+    def commit(self, batch: ScheduledBatch, output: ModelOutput) -> list[SequenceChange]:
+        """Write a step's results into the sequences.
+
+        Returns:
+            The sequences that moved. Those that ended have a `finish_reason`, but keep their blocks until `finish`.
+        """
+        sequences = [self._running_in_row(scheduled.row) for scheduled in batch.sequences]
+        for sequence, scheduled in zip(sequences, batch.sequences, strict=True):
+            if not self._recomputes_all:
+                sequence.num_computed_tokens = scheduled.start + scheduled.num_new_tokens
+        for span, entries in zip(batch.prompt_logprobs, output.prompt_logprobs, strict=True):
+            sequences[span.sequence].group.prompt_logprobs.extend(entries)
+        changes = [
+            self._commit_draw(sequences[draw.sequence], draw, token)
+            for draw, token in zip(batch.draws, output.tokens, strict=True)
+        ]
+        changes += self._commit_without_draw(batch, sequences, output.errors)
+        for sequence in sequences:
+            if sequence.finish_reason is FinishReason.ERROR:
+                self.block_manager.unpublish(sequence.block_table)
+            else:
+                self.block_manager.publish(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens)
+        return changes
+
+    def _commit_draw(self, parent: Sequence, draw: Draw, token: SampledToken) -> SequenceChange:
+        sequence = parent if draw.sample_index == parent.index else self._fork(parent, draw.sample_index)
+        if token.error is not None:
+            sequence.finish_reason = FinishReason.ERROR
+            return SequenceChange(sequence, 0, token.error)
+        self.table.append_token(sequence, token.token_id)
+        sequence.token_ids.append(token.token_id)
+        if token.logprobs is not None:
+            sequence.logprobs.append(token.logprobs)
+        self._check_stop(sequence, token.token_id)
+        return SequenceChange(sequence, 1)
+
+    def _check_stop(self, sequence: Sequence, token_id: int) -> None:
+        """End the sequence if its newest token is an end or its last one. Stop strings are the output processor's."""
+        request, num_output_tokens = sequence.group.request, sequence.num_output_tokens
+        if token_id in request.stop_token_ids and num_output_tokens > request.params.min_tokens:
+            sequence.finish_reason = FinishReason.STOP
+            sequence.stop_reason = request.stop_token_reasons.get(token_id)
+        elif num_output_tokens >= request.max_tokens:
+            sequence.finish_reason = FinishReason.LENGTH
+
+    def _commit_without_draw(
+        self, batch: ScheduledBatch, sequences: list[Sequence], errors: dict[int, str]
+    ) -> list[SequenceChange]:
+        """What happens to sequences that drew nothing: a failed chunk, or a prompt that wanted no tokens."""
+        drew = {draw.sequence for draw in batch.draws}
+        changes = []
+        for index, sequence in enumerate(sequences):
+            if index in drew:
+                continue
+            if index in errors:
+                sequence.finish_reason = FinishReason.ERROR
+                self._end_unborn_siblings(sequence.group, FinishReason.ERROR)
+                changes.append(SequenceChange(sequence, 0, errors[index]))
+            elif sequence.group.request.max_tokens == 0 and batch.sequences[index].end == sequence.num_tokens:
+                sequence.finish_reason = FinishReason.LENGTH
+                self._end_unborn_siblings(sequence.group, FinishReason.LENGTH)
+                changes.append(SequenceChange(sequence, 0))
+        return changes
+
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        """Sibling `index`, at the moment when the prompt is computed and the first tokens are drawn."""
+        prompt = parent.token_ids[: parent.num_prompt_tokens]
+        sibling = Sequence(parent.group, index, prompt, self.block_manager.fork(parent.block_table))
+        sibling.num_computed_tokens = parent.num_computed_tokens
+        parent.group.sequences.append(sibling)
+        self._seat(sibling)  # its seat was counted when the first one was admitted
+        if self.listener is not None:
+            blocks = tuple(sibling.block_table.blocks)
+            self.listener(events.Forked(parent.group.request.request_id, index, blocks))
+        return sibling
+
+    def _end_unborn_siblings(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """A group that ends before its fork still has n outputs."""
+        first = group.sequences[0]
+        for index in range(len(group.sequences), group.request.params.n):
+            sibling = Sequence(group, index, list(group.request.prompt_token_ids), BlockTable(first.block_table.root))
+            sibling.status, sibling.finish_reason = SequenceStatus.FINISHED, reason
+            if first.status is SequenceStatus.RUNNING:
+                self._num_seats -= 1
+            group.sequences.append(sibling)
+
+    # ---- figures and checks -----------------------------------------------------------------------------------
+
+    def _running_in_row(self, row: int) -> Sequence:
+        sequence = self._sequence_of_row[row]
+        if sequence is None:
+            raise RuntimeError(f"scheduler: row {row} of the batch belongs to nobody")
+        return sequence
+
+    def _describe(self, batch: ScheduledBatch) -> events.StepScheduled:
+        entries = []
+        for scheduled in batch.sequences:
+            sequence = self._running_in_row(scheduled.row)
+            entries.append(
+                events.SequenceScheduled(
+                    sequence.group.request.request_id,
+                    sequence.index,
+                    scheduled.start,
+                    scheduled.num_new_tokens,
+                    scheduled.is_prefill,
+                )
+            )
+        return events.StepScheduled(tuple(entries), self.num_waiting, self.num_running)
+
+    def check(self) -> None:
+        """Raise RuntimeError if an invariant of queues, seats or blocks is broken (debug mode)."""
+        self.block_manager.check(sequence.block_table for sequence in self._running)
+        seats = sum(1 if s.group.is_forked else s.group.request.params.n for s in self._running)
+        if seats != self._num_seats or seats > self._max_num_seqs:
+            raise RuntimeError(
+                f"scheduler: {self._num_seats} seats counted, {seats} taken, {self._max_num_seqs} there are"
+            )
+        for sequence in self._running:
+            room = len(sequence.block_table.blocks) * self.block_manager.block_size
+            if not sequence.num_computed_tokens <= sequence.num_tokens or room < sequence.num_computed_tokens:
+                raise RuntimeError(f"scheduler: {sequence.num_computed_tokens} tokens computed in {room} slots")
