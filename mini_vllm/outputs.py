@@ -78,7 +78,8 @@ class CompletionOutput:
 
     Args:
         index: which of the n.
-        delta_text, delta_token_ids, delta_logprobs: what the last step added.
+        delta_text, delta_token_ids: what the last step added.
+        delta_logprobs, delta_token_texts: one entry a token of `delta_token_ids`; None unless logprobs were asked for.
         finish_reason: None while it goes on.
         stop_reason: the stop id or stop string that ended it; None for an end of sequence and all else.
     """
@@ -87,12 +88,13 @@ class CompletionOutput:
     delta_text: str
     delta_token_ids: list[int]
     delta_logprobs: list[TokenLogprobs] | None
+    delta_token_texts: list[str] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     _read_text: Callable[[], str] = field(repr=False, compare=False)
     _read_token_ids: Callable[[], list[int]] = field(repr=False, compare=False)
     _read_logprobs: Callable[[], list[TokenLogprobs] | None] = field(repr=False, compare=False)
-    _read_token_texts: Callable[[], list[str]] = field(repr=False, compare=False)
+    _read_token_texts: Callable[[], list[str] | None] = field(repr=False, compare=False)
 
     @property
     def text(self) -> str:
@@ -110,8 +112,12 @@ class CompletionOutput:
         return self._read_logprobs()
 
     @property
-    def token_texts(self) -> list[str]:
-        """The text that each output token adds, '' while a character is incomplete; they join to `text`."""
+    def token_texts(self) -> list[str] | None:
+        """The text that each output token adds, '' while a character is incomplete; None unless logprobs were asked
+        for.
+
+        They join to `text`, and go on past it where a stop string has cut it.
+        """
         return self._read_token_texts()
 
 

@@ -16,7 +16,7 @@ In vLLM: `SchedulerOutput` in `vllm/v1/core/sched/output.py` and `ModelRunnerOut
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.outputs import TokenLogprobs
@@ -125,3 +125,36 @@ class ModelOutput:
     tokens: list[SampledToken]
     prompt_logprobs: list[list[TokenLogprobs]]
     errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """One sequence of a batch as a batch of its own.
+
+    Args:
+        batch: the part.
+        draws, spans: where its draws and prompt-logprob spans stand in the whole batch.
+    """
+
+    batch: ScheduledBatch
+    draws: list[int]
+    spans: list[int]
+
+
+def split_batch(batch: ScheduledBatch) -> list[BatchPart]:
+    """Cut a batch into its sequences, to find out which one makes it fail.
+
+    The block copies go with the first part alone: made again, they would undo what an earlier part has written.
+    """
+    parts = []
+    for index, sequence in enumerate(batch.sequences):
+        draws = [place for place, draw in enumerate(batch.draws) if draw.sequence == index]
+        spans = [place for place, span in enumerate(batch.prompt_logprobs) if span.sequence == index]
+        part = ScheduledBatch(
+            sequences=[sequence],
+            draws=[replace(batch.draws[place], sequence=0) for place in draws],
+            prompt_logprobs=[replace(batch.prompt_logprobs[place], sequence=0) for place in spans],
+            block_copies=batch.block_copies if index == 0 else [],
+        )
+        parts.append(BatchPart(part, draws, spans))
+    return parts

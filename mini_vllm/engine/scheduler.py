@@ -25,8 +25,9 @@ In vLLM: `vllm/v1/core/sched/scheduler.py`.
 from __future__ import annotations
 
 import sys
+import time
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from mini_vllm.cache.block_manager import BlockCopy, BlockManager, BlockTable
@@ -99,15 +100,21 @@ class Scheduler:
         config: with its limits settled (`EngineConfig.with_model_limits`).
         block_manager: the pool; for `cache="contiguous"` and `"none"` its blocks are slots of max_model_len tokens.
         listener: called with every event; None if nobody listens.
+        clock: seconds, monotonic; the one that requests carry their arrival time of.
     """
 
     def __init__(
-        self, config: EngineConfig, block_manager: BlockManager, listener: events.EventListener | None = None
+        self,
+        config: EngineConfig,
+        block_manager: BlockManager,
+        listener: events.EventListener | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if config.max_model_len is None or config.max_num_batched_tokens is None:
             raise RuntimeError("the scheduler needs a config whose limits are settled (with_model_limits)")
         self.block_manager = block_manager
         self.listener = listener
+        self._clock = clock
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len, block_manager.block_size)
         self._recomputes_all = config.cache == "none"
         self._token_budget = sys.maxsize if self._recomputes_all else config.max_num_batched_tokens
@@ -286,6 +293,7 @@ class Scheduler:
             self.block_manager.prefix_cache.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = sequence.num_computed_tokens
+            group.first_scheduled_time = self._clock()
         is_resumed = sequence.status is SequenceStatus.PREEMPTED
         self._seat(sequence)
         self._num_seats += group.num_seats

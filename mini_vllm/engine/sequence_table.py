@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from mini_vllm.sampling_params import SamplingParams
 
 from mini_vllm.engine.sequence import Sequence
+from mini_vllm.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -1,0 +1,203 @@
+"""The input processor: from what a user gives to a `Request` with every question settled.
+
+Where it stands: the first station of a request in the engine. It tokenises, fills in defaults, and refuses what cannot
+be served, so that nothing behind it meets a bad value.
+
+    str            -> tokenizer.encode, with what the tokenizer adds (BOS)
+    chat messages  -> the model's chat template -> encode, with nothing added beyond the template
+    token ids      -> checked against the vocabulary
+
+What always holds: a request that passed has at least one prompt token, every id is in the vocabulary, and prompt and
+max_tokens together fit max_model_len, which fits the pool. Otherwise `InvalidRequestError` names the field.
+
+In vLLM: `vllm/v1/engine/input_processor.py` (`processor.py` in older versions).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mini_vllm.config import EngineConfig
+from mini_vllm.engine.request import Request
+from mini_vllm.errors import InvalidRequestError
+from mini_vllm.sampling_params import SamplingParams
+from mini_vllm.tokenizer.chat_template import ChatTemplate
+from mini_vllm.tokenizer.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
+COMPLETION_MAX_TOKENS = 16  # what a completion gets without max_tokens, as over the OpenAI API
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a request is checked against.
+
+    Args:
+        vocab_size: rows of the embedding: ids from 0 to below it exist.
+        eos_token_ids: every id that ends a sequence (config, generation_config and tokenizer together).
+        generation_defaults: sampling fields of generation_config.json; they count where a request is silent.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    generation_defaults: Mapping[str, Any]
+
+
+class InputProcessor:
+    """Makes requests. One per engine.
+
+    Args:
+        config: with its limits settled.
+        tokenizer: the model's.
+        chat_template: the model's, or the user's own; None if there is none.
+        facts: what requests are checked against.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        facts: ModelFacts,
+        clock: Callable[[], float],
+    ) -> None:
+        if config.max_model_len is None:
+            raise RuntimeError("the input processor needs a config whose limits are settled (with_model_limits)")
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._facts = facts
+        self._clock = clock
+        self._max_model_len = config.max_model_len
+        self._max_num_seqs = config.max_num_seqs
+        self._seeds: random.Random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
+        self._num_requests = 0
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Check and settle everything.
+
+        Args:
+            template_options: for chat messages, what `ChatTemplate.render` takes besides them.
+
+        Raises:
+            InvalidRequestError: with the field at fault in `param`.
+        """
+        token_ids = self._tokenize(prompt, template_options or {})
+        params = params.resolve(self._facts.generation_defaults)
+        params.check_vocabulary(self._facts.vocab_size)
+        if params.n > self._max_num_seqs:
+            raise InvalidRequestError(
+                f"n={params.n} sequences need as many places, and max_num_seqs is {self._max_num_seqs}", param="n"
+            )
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(f"priority must be a whole number, got {priority!r}", param="priority")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}", param="cache_salt")
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        stop_ids, reasons = self._stop_token_ids(params)
+        self._num_requests += 1
+        return Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=_signed_64_bit(self._seeds.getrandbits(64) if params.seed is None else params.seed),
+            max_tokens=self._max_tokens(len(token_ids), params, is_chat=is_chat),
+            stop_token_ids=stop_ids,
+            stop_token_reasons=reasons,
+            arrival_time=self._clock(),
+            arrival_index=self._num_requests,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def _tokenize(self, prompt: Prompt, template_options: Mapping[str, Any]) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self._tokenizer.encode(prompt)
+            if not token_ids:
+                raise InvalidRequestError("prompt is empty; it must give at least one token", param="prompt")
+        elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
+            token_ids = self._tokenizer.encode(
+                self._chat_template.render(prompt, **template_options), add_special_tokens=False
+            )
+            if not token_ids:
+                raise InvalidRequestError("messages give an empty prompt under this chat template", param="messages")
+        else:
+            token_ids = _checked_token_ids(prompt)
+        return self._within_vocabulary(token_ids)
+
+    def _within_vocabulary(self, token_ids: list[int]) -> list[int]:
+        size = self._facts.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+            raise InvalidRequestError(
+                f"prompt holds token id {wrong}, but the model's ids go from 0 to {size - 1}", param="prompt"
+            )
+        return token_ids
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams, *, is_chat: bool) -> int:
+        """The number of tokens this request may generate, which always fits the context."""
+        limit, wanted = self._max_model_len, params.max_tokens
+        room = limit - prompt_len
+        if room < 0 or (room == 0 and wanted != 0):
+            raise InvalidRequestError(
+                f"the prompt has {prompt_len} tokens, and the context holds {limit}, prompt and answer together; "
+                f"shorten the prompt to {limit - 1} tokens or fewer",
+                param="messages" if is_chat else "prompt",
+            )
+        if wanted is None:
+            wanted = room if is_chat else min(COMPLETION_MAX_TOKENS, room)
+        if wanted > room:
+            raise InvalidRequestError(
+                f"max_tokens={wanted} and a prompt of {prompt_len} tokens go over the context of {limit} tokens; "
+                f"ask for at most {room}",
+                param="max_tokens",
+            )
+        if params.min_tokens > wanted:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} is more than max_tokens={wanted}, the most this request can get",
+                param="min_tokens",
+            )
+        return wanted
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[frozenset[int], dict[int, int | str]]:
+        """All ids that end the generation, and the stop reason of those that the user asked for."""
+        reasons: dict[int, int | str] = {}
+        for stop in params.stop or ():
+            # A special token has no text where special tokens are skipped, so its string could never match.
+            token_id = self._tokenizer.special_token_id(stop)
+            if token_id is not None:
+                reasons[token_id] = stop
+        reasons.update((token_id, token_id) for token_id in params.stop_token_ids or ())
+        ends = frozenset() if params.ignore_eos else self._facts.eos_token_ids
+        return ends | reasons.keys(), reasons
+
+
+def _checked_token_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequestError(
+            f"prompt must be text, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
+        )
+    if not prompt:
+        raise InvalidRequestError("prompt is empty; it must hold at least one token id", param="prompt")
+    for token_id in prompt:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequestError(f"prompt must hold whole numbers, got {token_id!r} in it", param="prompt")
+    return list(prompt)
+
+
+def _signed_64_bit(seed: int) -> int:
+    """Seeds are any 64-bit integer, signed or unsigned: the same bits, read as signed."""
+    return (seed + 2**63) % 2**64 - 2**63

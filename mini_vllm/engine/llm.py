@@ -1,0 +1,114 @@
+"""`LLM`: the engine for scripts. Prompts in, all answers out.
+
+Where it stands: a loop around `LLMEngine.step`; it adds nothing to the engine but the order of the results.
+
+In vLLM: `vllm/entrypoints/llm.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mini_vllm.engine.input_processor import Prompt
+from mini_vllm.engine.llm_engine import LLMEngine
+from mini_vllm.errors import InvalidRequestError
+from mini_vllm.outputs import RequestOutput
+from mini_vllm.sampling_params import SamplingParams
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a known short name, a local directory, a local `.gguf` file, or a Hugging Face id.
+        options: fields of `EngineConfig` by name; or anything `LLMEngine` takes.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.engine = LLMEngine(model, **options)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many. They are batched together.
+
+        Args:
+            prompts: one prompt (text, token ids, or chat messages) or a list of them.
+            sampling_params: one for all, or one for each prompt.
+
+        Returns:
+            One finished output a prompt, in the order given.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is refused; then none of them is answered.
+        """
+        batch = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        return self._run(batch, sampling_params, {})
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Continue one conversation or many, each a list of messages (`{"role": ..., "content": ...}`).
+
+        Args:
+            template_options: `add_generation_prompt`, `continue_final_message`, `tools`, `template_kwargs`.
+
+        Returns, Raises: as `generate`.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidRequestError("messages must be a non-empty list of messages", param="messages")
+        batch = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        return self._run(batch, sampling_params, template_options)  # type: ignore[arg-type]
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        template_options: Mapping[str, Any],
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(prompts))
+        finished: dict[str, RequestOutput] = {}
+        request_ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                request_ids.append(self.engine.add_request(prompt, one, template_options=template_options))
+            while len(finished) < len(request_ids):
+                for output in self.engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+        except BaseException:  # also Ctrl-C: nothing of this call may be left in the engine for the next one
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            self.engine.drop_outputs(request_ids)
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
+
+def _is_single(prompts: object) -> bool:
+    """Whether this is one prompt rather than a list: text, a list of ids, or a list of messages."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be text, token ids, messages or a list of these, got {type(prompts).__name__}",
+            param="prompt",
+        )
+    return bool(prompts) and isinstance(prompts[0], (int, Mapping)) and not isinstance(prompts[0], bool)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{count} prompts and {len(params)} sampling_params; give one for all or one each", param="sampling_params"
+        )
+    return list(params)

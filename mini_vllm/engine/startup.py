@@ -1,0 +1,86 @@
+"""Start-up: from a model's name to the parts of an engine.
+
+Where it stands: called once by `LLMEngine`. This is the only place of the engine that knows files.
+
+    name -> model store -> tokenizer, chat template, generation defaults -> weights -> executor
+
+In vLLM: `vllm/engine/arg_utils.py` and `vllm/v1/worker/gpu_worker.py` (`load_model`).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mini_vllm.config import EngineConfig
+from mini_vllm.engine.input_processor import ModelFacts
+from mini_vllm.engine.llm_engine import EngineParts
+from mini_vllm.errors import InvalidConfigError
+from mini_vllm.model.loader import load_model
+from mini_vllm.model.model_files import load_generation_config
+from mini_vllm.store.model_store import ModelFiles, resolve_model
+from mini_vllm.tokenizer.chat_template import load_chat_template
+from mini_vllm.tokenizer.tokenizer import load_tokenizer
+from mini_vllm.worker.executor import InProcessExecutor
+
+logger = logging.getLogger(__name__)
+
+
+def load_parts(config: EngineConfig) -> EngineParts:
+    """Find the model, read its files and load its weights.
+
+    Raises:
+        InvalidConfigError, ModelNotFoundError, DownloadError, ModelLoadError: with what was tried and what to do.
+    """
+    device = _resolve_device(config.device)
+    files = resolve_model(config.model, revision=config.revision)
+    tokenizer = load_tokenizer(files)
+    chat_template = load_chat_template(tokenizer, Path(config.chat_template) if config.chat_template else None)
+    generation_config = load_generation_config(files)
+    loaded = load_model(files, dtype=config.dtype, device=str(device), load_format=config.load_format)
+    logger.info("model %s: %s in %s on %s (%s)", files.name, loaded.config.architecture, loaded.dtype, device,
+    loaded.dtype_reason) for note in loaded.config.notes:
+        logger.info("model %s: %s", files.name, note)
+    eos_token_ids = loaded.config.eos_token_ids | tokenizer.eos_token_ids | generation_config.eos_token_ids
+    facts = ModelFacts(
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=eos_token_ids,
+        generation_defaults=_generation_defaults(config, files, generation_config.sampling_defaults),
+    )
+    executor = InProcessExecutor(config, loaded.model, loaded.dtype, device)
+    return EngineParts(
+        executor, tokenizer, chat_template, facts, loaded.config.max_position_embeddings, files.name
+    )
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", field="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", field="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidConfigError(
+            f"device {name!r} is not here: PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices",
+            field="device",
+        )
+    return device
+
+
+def _generation_defaults(config: EngineConfig, files: ModelFiles, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The sampling defaults that count, said in the log, since they change what a plain request gives."""
+    if config.generation_config == "none" or not defaults:
+        return {}
+    logger.info(
+        "sampling defaults from the generation_config of %s: %s (a request's own values win; "
+        "generation_config='none' turns them off)",
+        files.name,
+        ", ".join(f"{name}={value}" for name, value in defaults.items()),
+    )
+    return defaults

@@ -1,0 +1,29 @@
+"""`LanguageModel`: all that the rest of the engine asks of a model.
+
+Where it stands: the border between worker and model. `Transformer` is one; so is a test double with scripted logits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from mini_vllm.model.attention import AttentionLayerSpec, StepAttention
+
+
+class LanguageModel(Protocol):
+    """Token ids in, hidden states out, and logits only for the rows that someone needs."""
+
+    @property
+    def layer_specs(self) -> list[AttentionLayerSpec]:
+        """What the attention backend must know of each layer."""
+        ...
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """[T] token ids and their positions, flat over all sequences -> [T, hidden_size]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> [R, vocab_size] float32."""
+        ...

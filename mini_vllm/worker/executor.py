@@ -1,0 +1,87 @@
+"""The executor: the engine's only door to whatever runs the model.
+
+Where it stands: the engine gives it batches and gets results; whether one process or several do the work is decided
+here. Today there is one kind, in the engine's own process; a group of worker processes has the same three methods.
+
+    start-up    1. load the model      2. plan the pool      3. allocate the cache over the engine's sequence table
+
+In vLLM: `vllm/v1/executor/abstract.py` and `vllm/v1/executor/uniproc_executor.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+from mini_vllm.config import EngineConfig
+from mini_vllm.engine.scheduled_batch import ModelOutput, ScheduledBatch
+from mini_vllm.engine.sequence_table import SequenceTable
+from mini_vllm.model.attention_backends import make_backend
+from mini_vllm.model.language_model import LanguageModel
+from mini_vllm.worker.memory import PoolPlan, plan_pool, slot_size
+from mini_vllm.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """Runs scheduled batches."""
+
+    def plan_pool(self, max_model_len: int) -> PoolPlan:
+        """Decide how many blocks there are, now that the weights are loaded."""
+        ...
+
+    def allocate(self, plan: PoolPlan, table: SequenceTable) -> None:
+        """Make the cache. `table` is the engine's; it is read at every step."""
+        ...
+
+    def execute(self, batch: ScheduledBatch) -> ModelOutput:
+        """Run one step."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give the model and the cache up."""
+        ...
+
+
+class InProcessExecutor:
+    """One worker, in the engine's process.
+
+    Args:
+        config: the engine's options.
+        model: loaded, in evaluation mode.
+        dtype, device: what the model computes in, and where.
+    """
+
+    def __init__(self, config: EngineConfig, model: LanguageModel, dtype: torch.dtype, device: torch.device) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._config = config
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+        self._runner: ModelRunner | None = None
+
+    def plan_pool(self, max_model_len: int) -> PoolPlan:
+        block_size = slot_size(self._config, max_model_len)
+        backend = make_backend(
+            self._config.attention_backend, self._config.cache, block_size, self._dtype, self._device
+        )
+        return plan_pool(self._config, max_model_len, backend.block_bytes(self._model.layer_specs), self._device)
+
+    def allocate(self, plan: PoolPlan, table: SequenceTable) -> None:
+        backend = make_backend(
+            self._config.attention_backend, self._config.cache, plan.block_size, self._dtype, self._device
+        )
+        backend.allocate(self._model.layer_specs, plan.num_blocks)
+        self._runner = ModelRunner(self._model, backend, table, self._device)
+
+    def execute(self, batch: ScheduledBatch) -> ModelOutput:
+        if self._runner is None:
+            raise RuntimeError("the executor has no cache: allocate comes before execute, and nothing after shutdown")
+        return self._runner.execute(batch)
+
+    def shutdown(self) -> None:
+        self._runner = None

@@ -1,0 +1,85 @@
+"""The model runner: one scheduled batch in, sampled tokens out.
+
+Where it stands: inside the executor, below the engine. A step is four named parts:
+
+    prepare    ScheduledBatch + SequenceTable -> flat token ids, positions, attention metadata
+    forward    the transformer over all tokens of the step, prefills and decodes together
+    sample     logits only for the rows that a draw reads, then all draws at once
+    collect    tensors -> plain numbers
+
+It remembers nothing of a request between steps: all state stands in the engine's sequence table, and in the blocks.
+
+In vLLM: `vllm/v1/worker/gpu_model_runner.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mini_vllm.engine.scheduled_batch import ModelOutput, PromptLogprobsSpan, SampledToken, ScheduledBatch
+from mini_vllm.engine.sequence_table import SequenceTable
+from mini_vllm.model.attention import AttentionBackend
+from mini_vllm.model.language_model import LanguageModel
+from mini_vllm.model.sampler import prompt_logprobs, sample
+from mini_vllm.outputs import TokenLogprobs
+from mini_vllm.worker.model_inputs import ModelInputs, build_model_inputs
+from mini_vllm.worker.sampling_inputs import build_sampling_batch
+from mini_vllm.worker.sampling_outputs import collect_logprobs, collect_tokens
+
+PROMPT_LOGPROB_ROWS = 128  # logits made at a time: a long prompt never allocates length x vocabulary
+
+
+class ModelRunner:
+    """Runs one model over one cache.
+
+    Args:
+        model: the transformer, or anything with its three methods.
+        backend: its cache allocated.
+        table: the engine's arrays; read only.
+        device: where the model lives.
+    """
+
+    def __init__(
+        self, model: LanguageModel, backend: AttentionBackend, table: SequenceTable, device: torch.device
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._table = table
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> ModelOutput:
+        """Run one step. Its keys and values are in the cache afterwards; doing it twice gives the same."""
+        if batch.block_copies:
+            self._backend.copy_blocks(batch.block_copies)
+        inputs = build_model_inputs(batch, self._table, self._device)
+        hidden = self._model(inputs.input_ids, inputs.positions, self._backend.begin(inputs.metadata))
+        tokens = self._sample(batch, inputs, hidden)
+        prompt = [self._prompt_logprobs(batch, span, inputs, hidden) for span in batch.prompt_logprobs]
+        return ModelOutput(tokens, prompt)
+
+    def _sample(self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Tensor) -> list[SampledToken]:
+        if not batch.draws:
+            return []
+        # Siblings of n draw from one sequence: its logits are computed once. `row_of[i]` is where they stand.
+        drawn_from = list(dict.fromkeys(draw.sequence for draw in batch.draws))
+        row_of = {sequence: row for row, sequence in enumerate(drawn_from)}
+        last_tokens = torch.tensor([inputs.query_starts[sequence + 1] - 1 for sequence in drawn_from])
+        logits = self._model.logits(hidden[last_tokens.to(self._device)])
+        sampling = build_sampling_batch(batch, row_of, self._table, logits.shape[1], self._device)
+        return collect_tokens(batch, self._table, sample(logits, sampling))
+
+    def _prompt_logprobs(
+        self, batch: ScheduledBatch, span: PromptLogprobsSpan, inputs: ModelInputs, hidden: Tensor
+    ) -> list[TokenLogprobs]:
+        scheduled = batch.sequences[span.sequence]
+        first_row = inputs.query_starts[span.sequence] - scheduled.start  # flat row of the sequence's position 0
+        entries: list[TokenLogprobs] = []
+        for begin in range(span.start, span.end, PROMPT_LOGPROB_ROWS):
+            end = min(begin + PROMPT_LOGPROB_ROWS, span.end)
+            logits = self._model.logits(hidden[first_row + begin : first_row + end])
+            targets = torch.from_numpy(self._table.token_ids[scheduled.row, begin + 1 : end + 1].astype("int64"))
+            result = prompt_logprobs(logits, targets.to(self._device), span.num_logprobs)
+            entries += collect_logprobs(targets, result, span.num_logprobs)
+        return entries
