@@ -120,8 +120,8 @@ def main(prompt: str, max_tokens: int = 48) -> None:
         start = time.perf_counter()
         token_ids = generate(loaded.model, prompt_token_ids, max_tokens, loaded.config.eos_token_ids)
         seconds = time.perf_counter() - start
-        print(f"{generate.__name__}: {len(token_ids)} tokens in {seconds:.2f}
-        s\n{prompt}{tokenizer.decode(token_ids)}\n")
+        print(f"{generate.__name__}: {len(token_ids)} tokens in {seconds:.2f} s")
+        print(f"{prompt}{tokenizer.decode(token_ids)}\n")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ def load_parts(config: EngineConfig) -> EngineParts:
     chat_template = load_chat_template(tokenizer, Path(config.chat_template) if config.chat_template else None)
     generation_config = load_generation_config(files)
     loaded = load_model(files, dtype=config.dtype, device=str(device), load_format=config.load_format)
-    logger.info("model %s: %s in %s on %s (%s)", files.name, loaded.config.architecture, loaded.dtype, device,
-    loaded.dtype_reason) for note in loaded.config.notes:
+    architecture, dtype = loaded.config.architecture, str(loaded.dtype).removeprefix("torch.")
+    logger.info("model %s: %s in %s on %s (%s)", files.name, architecture, dtype, device, loaded.dtype_reason)
+    for note in loaded.config.notes:
         logger.info("model %s: %s", files.name, note)
     eos_token_ids = loaded.config.eos_token_ids | tokenizer.eos_token_ids | generation_config.eos_token_ids
     facts = ModelFacts(
@@ -51,9 +52,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
         generation_defaults=_generation_defaults(config, files, generation_config.sampling_defaults),
     )
     executor = InProcessExecutor(config, loaded.model, loaded.dtype, device)
-    return EngineParts(
-        executor, tokenizer, chat_template, facts, loaded.config.max_position_embeddings, files.name
-    )
+    return EngineParts(executor, tokenizer, chat_template, facts, loaded.config.max_position_embeddings, files.name)
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -72,11 +72,10 @@ def plan_pool(config: EngineConfig, max_model_len: int, block_bytes: int, device
             budget = int(free_memory(device) * config.kv_cache_memory_fraction)
         num_blocks = min(budget // block_bytes, useful)
         if num_blocks == 0:
+            smaller = "block_size" if config.cache == "paged" else "max_model_len"
             raise InvalidConfigError(
                 f"{budget:,} bytes for keys and values do not hold one block of {block_size} tokens, which takes "
-                f"{block_bytes:,}; raise kv_cache_memory or lower {
-                    'block_size' if config.cache == 'paged' else 'max_model_len'
-                }",
+                f"{block_bytes:,}; raise kv_cache_memory or lower {smaller}",
                 field="kv_cache_memory",
             )
     plan = PoolPlan(num_blocks, block_size, min(max_model_len, num_blocks * block_size), block_bytes)
