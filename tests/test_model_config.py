@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 import pytest
+from tiny_models import tiny_config, tiny_model_config
 
 from mini_vllm.errors import ModelLoadError, UnsupportedModelError
 from mini_vllm.model.config import RopeConfig, model_config_from_hf
-from tests.tiny_models import tiny_config, tiny_model_config
 
 # As published with SmolLM2-135M-Instruct.
 SMOLLM2 = {

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tests.tiny_models import (
+from tiny_models import (
     CausalAttention,
     build_tiny_model,
     load_tiny_model,

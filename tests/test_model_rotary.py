@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model_config
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mini_vllm.model.config import ModelConfig, RopeConfig
 from mini_vllm.model.rotary import ApplyRotary, RotaryEmbedding, inverse_frequencies
-from tests.tiny_models import tiny_model_config
 
 POSITIONS = torch.tensor([0, 1, 1_000, 8_000, 20_000])
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_models import our_logits, some_tokens, tiny_model_config
 
 from mini_vllm.model.architectures import WeightSpec, tied_head, weight_map
 from mini_vllm.model.transformer import Transformer, init_random_weights
-from tests.tiny_models import our_logits, some_tokens, tiny_model_config
 
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 
