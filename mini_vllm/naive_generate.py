@@ -2,9 +2,8 @@
 
 Read this first. Everything else in mini vLLM exists because these loops serve one request at a time.
 
-    generate_without_cache      each new token computes the whole text again       work grows with the square of the
-    length generate_with_cache         keys and values of past tokens are kept            one token of work for each new
-    token
+    generate_without_cache    each new token computes the whole text again    work grows with the length squared
+    generate_with_cache       keys and values of past tokens are kept         one token of work for each new token
 
 Both take the most likely token at each step, and both give the same tokens: so does the engine, in every mode.
 `python -m mini_vllm.naive_generate "The capital of France is"` runs both and times them.

@@ -87,6 +87,7 @@ class BlockManager:
         self._reference_counts = [0] * num_blocks
         # An ordered set: the next block to hand out is first. O(1) at both ends and for a block in the middle.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_cached_free = 0  # of the free ones; counted along, since figures are asked for at every step
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ class BlockManager:
         for block in prefix:
             if self._reference_counts[block] == 0:
                 del self._free[block]
+                self._num_cached_free -= 1
             self._reference_counts[block] += 1
         table.blocks.extend(prefix)
         table.num_published = len(prefix)
@@ -167,7 +169,9 @@ class BlockManager:
             self._reference_counts[block] -= 1
             if self._reference_counts[block] == 0:
                 self._free[block] = None
-                if self.prefix_cache is None or block not in self.prefix_cache:
+                if self.prefix_cache is not None and block in self.prefix_cache:
+                    self._num_cached_free += 1
+                else:
                     self._free.move_to_end(block, last=False)
         table.blocks.clear()
         table.num_published = 0
@@ -196,13 +200,14 @@ class BlockManager:
         """Forget all cached content. Running sequences keep their blocks and go on."""
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
+            self._num_cached_free = 0
 
     # ---- figures and checks -----------------------------------------------------------------------------------
 
     @property
     def stats(self) -> BlockStats:
-        cached_free = 0 if self.prefix_cache is None else sum(block in self.prefix_cache for block in self._free)
-        return BlockStats(total=self.num_blocks, used=self.num_blocks - len(self._free), cached_free=cached_free)
+        used = self.num_blocks - len(self._free)
+        return BlockStats(total=self.num_blocks, used=used, cached_free=self._num_cached_free)
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise RuntimeError if an invariant is broken. `tables` are all tables that hold blocks."""
@@ -215,13 +220,18 @@ class BlockManager:
             raise RuntimeError(f"block manager: free queue differs from unused blocks in {unused ^ set(self._free)}")
         if self.prefix_cache is not None:
             self.prefix_cache.check()
+            cached_free = sum(block in self.prefix_cache for block in self._free)
+            if cached_free != self._num_cached_free:
+                raise RuntimeError(
+                    f"block manager: {self._num_cached_free} cached free blocks counted, {cached_free} there"
+                )
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
-        if self.prefix_cache is not None:
-            self.prefix_cache.forget(block)
+        if self.prefix_cache is not None and self.prefix_cache.forget(block):
+            self._num_cached_free -= 1
         self._reference_counts[block] = 1
         return block
 

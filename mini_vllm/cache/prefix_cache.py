@@ -93,11 +93,13 @@ class PrefixCache:
         self._key_of_block[block] = key
         return True
 
-    def forget(self, block: int) -> None:
-        """The block is about to be overwritten. A block that is not here is none of our business."""
+    def forget(self, block: int) -> bool:
+        """The block is about to be overwritten. Returns whether it was here at all."""
         key = self._key_of_block.pop(block, None)
-        if key is not None:
-            del self._block_of_key[key]
+        if key is None:
+            return False
+        del self._block_of_key[key]
+        return True
 
     def clear(self) -> None:
         """Forget every block; those in use stay with their sequences. The counters go on."""

@@ -15,6 +15,7 @@ In vLLM: `vllm/v1/engine/input_processor.py` (`processor.py` in older versions).
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class InputProcessor:
         self._max_model_len = config.max_model_len
         self._max_num_seqs = config.max_num_seqs
         self._seeds: random.Random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._num_requests = 0
+        self._arrivals = itertools.count()
 
     def make_request(
         self,
@@ -107,7 +108,6 @@ class InputProcessor:
             raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}", param="cache_salt")
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         stop_ids, reasons = self._stop_token_ids(params)
-        self._num_requests += 1
         return Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -118,7 +118,7 @@ class InputProcessor:
             stop_token_ids=stop_ids,
             stop_token_reasons=reasons,
             arrival_time=self._clock(),
-            arrival_index=self._num_requests,
+            arrival_index=next(self._arrivals),
             priority=priority,
             cache_salt=cache_salt,
         )

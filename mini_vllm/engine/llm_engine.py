@@ -31,6 +31,7 @@ from mini_vllm.config import EngineConfig
 from mini_vllm.engine import events
 from mini_vllm.engine.input_processor import InputProcessor, ModelFacts, Prompt
 from mini_vllm.engine.output_processor import OutputProcessor
+from mini_vllm.engine.request import Request
 from mini_vllm.engine.scheduled_batch import ModelOutput, SampledToken, ScheduledBatch, split_batch
 from mini_vllm.engine.scheduler import Scheduler
 from mini_vllm.engine.sequence import SequenceGroup
@@ -168,14 +169,42 @@ class LLMEngine:
                 param="sampling_params",
             )
         params = SamplingParams.from_fields(fields) if sampling_params is None else sampling_params
-        request_id = self._fresh_id(request_id)
-        request = self._input_processor.make_request(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt, template_options=template_options
+        request = self.make_request(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            template_options=template_options,
         )
+        self.enqueue(request)
+        return request.request_id
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """The first half of `add_request`: check and tokenise. It touches no state, so any thread may call it."""
+        return self._input_processor.make_request(
+            self._fresh_id(request_id),
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            template_options=template_options,
+        )
+
+    def enqueue(self, request: Request) -> None:
+        """The second half of `add_request`: the request waits from now on."""
         group = SequenceGroup(request)
         self._output_processor.add(group)
         self.scheduler.add(group)
-        return request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it stands; its blocks are free before the next step. An unknown id is ignored.
@@ -248,7 +277,7 @@ class LLMEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Figures of this moment; costs a pass over the pool's free blocks."""
+        """Figures of this moment."""
         blocks = self.scheduler.block_manager
         return EngineStats(
             num_running=self.scheduler.num_running,
