@@ -19,7 +19,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.request import Request
@@ -106,7 +106,6 @@ class InputProcessor:
             raise InvalidRequestError(f"priority must be a whole number, got {priority!r}", param="priority")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}", param="cache_salt")
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         stop_ids, reasons = self._stop_token_ids(params)
         return Request(
             request_id=request_id,
@@ -114,7 +113,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             seed=_signed_64_bit(self._seeds.getrandbits(64) if params.seed is None else params.seed),
-            max_tokens=self._max_tokens(len(token_ids), params, is_chat=is_chat),
+            max_tokens=self._max_tokens(len(token_ids), params, is_chat=is_chat(prompt)),
             stop_token_ids=stop_ids,
             stop_token_reasons=reasons,
             arrival_time=self._clock(),
@@ -128,10 +127,9 @@ class InputProcessor:
             token_ids = self._tokenizer.encode(prompt)
             if not token_ids:
                 raise InvalidRequestError("prompt is empty; it must give at least one token", param="prompt")
-        elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
-            token_ids = self._tokenizer.encode(
-                self._chat_template.render(prompt, **template_options), add_special_tokens=False
-            )
+        elif is_chat(prompt):
+            text = self._chat_template.render(cast("Sequence[Mapping[str, Any]]", prompt), **template_options)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
             if not token_ids:
                 raise InvalidRequestError("messages give an empty prompt under this chat template", param="messages")
         else:
@@ -183,6 +181,11 @@ class InputProcessor:
         reasons.update((token_id, token_id) for token_id in params.stop_token_ids or ())
         ends = frozenset() if params.ignore_eos else self._facts.eos_token_ids
         return ends | reasons.keys(), reasons
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _checked_token_ids(prompt: object) -> list[int]:

@@ -8,7 +8,7 @@ In vLLM: `vllm/entrypoints/llm.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from mini_vllm.engine.input_processor import Prompt
 from mini_vllm.engine.llm_engine import LLMEngine
@@ -45,8 +45,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or a parameter is refused; then none of them is answered.
         """
-        batch = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
-        return self._run(batch, sampling_params, {})
+        return self._run(_as_list(prompts), sampling_params, {})
 
     def chat(
         self,
@@ -63,8 +62,7 @@ class LLM:
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidRequestError("messages must be a non-empty list of messages", param="messages")
-        batch = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        return self._run(batch, sampling_params, template_options)  # type: ignore[arg-type]
+        return self._run(_as_list(messages), sampling_params, template_options)
 
     def _run(
         self,
@@ -90,16 +88,15 @@ class LLM:
         return [finished[request_id] for request_id in request_ids]
 
 
-def _is_single(prompts: object) -> bool:
-    """Whether this is one prompt rather than a list: text, a list of ids, or a list of messages."""
-    if isinstance(prompts, str):
-        return True
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, a list of ids, a list of messages) becomes a list of one."""
     if not isinstance(prompts, Sequence):
         raise InvalidRequestError(
             f"prompts must be text, token ids, messages or a list of these, got {type(prompts).__name__}",
             param="prompt",
         )
-    return bool(prompts) and isinstance(prompts[0], (int, Mapping)) and not isinstance(prompts[0], bool)
+    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
+    return [cast(Prompt, prompts)] if is_single else list(cast("Sequence[Prompt]", prompts))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -14,13 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from mini_vllm.engine.scheduler import SequenceChange
 from mini_vllm.engine.sequence import Sequence, SequenceGroup
 from mini_vllm.engine.stop_strings import StopStringMatcher
-from mini_vllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
+from mini_vllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from mini_vllm.tokenizer.detokenizer import IncrementalDetokenizer
 from mini_vllm.tokenizer.tokenizer import Tokenizer
+
+_Item = TypeVar("_Item")
 
 
 class SequenceText:
@@ -215,5 +218,5 @@ def _tokens(sequence: Sequence, count: int) -> list[int]:
     return sequence.token_ids[sequence.num_prompt_tokens : sequence.num_prompt_tokens + count]
 
 
-def _first(items: list[TokenLogprobs] | list[str] | None, count: int) -> list[TokenLogprobs] | list[str] | None:
+def _first(items: list[_Item] | None, count: int) -> list[_Item] | None:
     return None if items is None else items[:count]

@@ -105,7 +105,7 @@ class PagedReferenceAttention:
         keys, values = self._cache.read(layer, plan.slots)  # [D, longest, num_kv_heads, head_dim]
         # The query heads that share a key head stand where attention expects several queries: no key is repeated.
         output = F.scaled_dot_product_attention(
-            query.unflatten(1, (spec.num_kv_heads, -1)),  # [D, num_kv_heads, group, head_dim]
+            query.view(len(query), spec.num_kv_heads, -1, spec.head_dim),  # [D, num_kv_heads, group, head_dim]
             keys.transpose(1, 2),
             values.transpose(1, 2),
             attn_mask=plan.mask,
