@@ -6,9 +6,9 @@ sequence is admitted; written after a forward has succeeded, never at allocation
 The key of a full block is a SHA-256 chained over the key of the block before it, so equal keys mean equal *beginnings*,
 not only equal blocks. Every part is typed and of known length, so no two different inputs give the same bytes to hash:
 
-    root    = H("salt" or "none", cache salt)
-    key[0]  = H(root,   token ids of block 0)          "The cat sat | on the mat"
-    key[1]  = H(key[0], token ids of block 1)           key[0]        key[1]
+    root    = H("none")  or  H("salt", cache salt)
+    key[0]  = H("block", root,   token ids of block 0)          "The cat sat | on the mat"
+    key[1]  = H("block", key[0], token ids of block 1)           key[0]        key[1]
 
 What always holds:
 - `key -> block` and `block -> key` are inverse to each other;
@@ -48,7 +48,7 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
         parent: 32 bytes, the key of the block before, or `root_key`.
         token_ids: the block's token ids, each below 2**31.
     """
-    return sha256(parent + array("i", token_ids).tobytes()).digest()
+    return sha256(b"block" + parent + array("i", token_ids).tobytes()).digest()
 
 
 class PrefixCache:
