@@ -112,8 +112,15 @@ class StoredModel:
 
 
 def home() -> Path:
-    """The folder of everything that mini vLLM keeps: `MINI_VLLM_HOME`, else `~/.cache/mini-vllm`. It may not exist."""
-    return Path(os.environ.get("MINI_VLLM_HOME") or "~/.cache/mini-vllm").expanduser().absolute()
+    """The folder of everything that mini vLLM keeps: `MINI_VLLM_HOME`, else `~/.cache/mini-vllm`. It may not exist.
+
+    Raises:
+        InvalidConfigError: there is neither that variable nor a home folder.
+    """
+    try:
+        return Path(os.environ.get("MINI_VLLM_HOME") or "~/.cache/mini-vllm").expanduser().absolute()
+    except RuntimeError as error:
+        raise InvalidConfigError(f"No place for the model store: {error} Set MINI_VLLM_HOME to a folder.") from error
 
 
 def resolve_model(model: str, *, revision: str | None = None) -> ModelFiles:
@@ -121,8 +128,8 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelFiles:
 
     Args:
         model: a known short name, a local directory (config.json and .safetensors), a local .gguf file, or a Hugging
-            Face id such as `TinyLlama/TinyLlama-1.1B-Chat-v1.0`. Where a known name and a folder are called the same, the name
-            wins; `./name` is the folder.
+            Face id such as `TinyLlama/TinyLlama-1.1B-Chat-v1.0`. Where a known name and a folder are called the same,
+            the name wins; `./name` is the folder.
         revision: branch, tag or commit, for Hugging Face ids only; "main" if None.
 
     Raises:
@@ -143,8 +150,7 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelFiles:
     if model in KNOWN_MODELS:
         return _known(model)
     if _exists(model):
-        path = Path(model).expanduser().resolve()
-        return _from_directory(path) if path.is_dir() else _from_file(path)
+        return _from_disk(Path(os.path.expanduser(model)).resolve())
     raise _no_such_model(model)
 
 
@@ -156,7 +162,8 @@ def list_models() -> list[StoredModel]:
 
 
 def _exists(model: str) -> bool:
-    return bool(model) and Path(model).expanduser().exists()
+    # os.path, not pathlib: for a text that cannot be a path it says no instead of raising
+    return bool(model) and os.path.exists(os.path.expanduser(model))
 
 
 def _known(name: str) -> ModelFiles:
@@ -204,8 +211,16 @@ def _stored_hub_models() -> Iterator[StoredModel]:
             yield StoredModel(files, files.size, unquote(directory.name))
 
 
+def _from_disk(path: Path) -> ModelFiles:
+    """A directory or file of the user's."""
+    try:
+        return _from_directory(path) if path.is_dir() else _from_file(path)
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def _from_directory(directory: Path) -> ModelFiles:
-    """A directory of the user's, in the Hugging Face layout."""
+    """A directory in the Hugging Face layout."""
     names = sorted(path.name for path in directory.iterdir())
     safetensors = [name for name in names if name.endswith(".safetensors")]
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
@@ -239,12 +254,9 @@ def _shortened(names: list[str]) -> str:
 
 
 def _from_file(path: Path) -> ModelFiles:
-    """A file of the user's: GGUF, whatever its name ends with."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_LFS_POINTER))
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from error
+    """A GGUF file, whatever its name ends with."""
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
     if start.startswith(_GGUF_MAGIC):
         return ModelFiles(path.stem, path, "gguf")
     if start == _LFS_POINTER:
@@ -267,7 +279,7 @@ def _from_file(path: Path) -> ModelFiles:
 def _no_such_model(model: str) -> ModelNotFoundError:
     """The error for a name that leads nowhere, with the nearest name that would work."""
     if model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or "\\" in model or model.count("/") > 1:
-        return ModelNotFoundError(f"No such file or directory: {Path(model).expanduser().absolute()}")
+        return ModelNotFoundError(f"No such file or directory: {os.path.abspath(os.path.expanduser(model))}")
     names = [*KNOWN_MODELS, *(stored.files.name for stored in _stored_hub_models())]
     by_lower_case = {name.lower(): name for name in names}
     near = difflib.get_close_matches(model.lower(), by_lower_case, n=1, cutoff=0.5)
