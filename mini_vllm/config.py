@@ -64,7 +64,7 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step; None is 2048, or max_model_len where chunked prefill is off.
         cache: `paged` (block tables), `contiguous` (one slot of max_model_len a sequence), `none` (recompute all).
         scheduling: `continuous` (join and leave at every step), `static` (whole batches), `sequential` (one request).
-        policy: who goes first, `fcfs` or `priority`, or a name given to `register_policy`.
+        policy: who goes first, `fcfs` or `priority`, or `module:Class` for one of your own.
         block_size: tokens in a block of the paged cache, a power of two.
         num_kv_blocks: the pool in blocks; None sizes it from `kv_cache_memory`.
         kv_cache_memory: bytes for keys and values (a number, or text such as "2GiB"); None takes
@@ -196,7 +196,9 @@ class EngineConfig:
                 f"unknown engine option {unknown[0]!r}; known options: {', '.join(EngineConfig.field_names())}",
                 field=unknown[0],
             )
-        return EngineConfig(**({} if model is None else {"model": model}), **options)
+        if model is not None:
+            options = {**options, "model": model}
+        return EngineConfig(**options)
 
 
 def parse_memory_size(value: int | str | None) -> int | None:
