@@ -75,7 +75,26 @@ LLAMA3 = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
-TEMPLATES = {"chatml": CHATML, "llama-2": LLAMA2, "mistral": MISTRAL, "llama-3": LLAMA3}
+OWN_LINES = """
+{% for message in messages %}
+    {% if message.role != 'tool' %}
+{{ message.role }}: {{ message.content }}
+    {% else %}
+{{ 'named' if 'name' in message else 'nameless' }} tool
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+assistant:
+{% endif %}
+"""
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama-2": LLAMA2,
+    "mistral": MISTRAL,
+    "llama-3": LLAMA3,
+    "lines": OWN_LINES,
+}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é> & 'x'", "parameters": {"type": "object"}}}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "<ü>"}}}

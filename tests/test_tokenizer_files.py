@@ -144,6 +144,13 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, con
             load(tmp_path)
 
 
+@pytest.mark.parametrize("added", [[1], {"x": {"content": "a"}}, {"300": {"text": "a"}}, {"300": "a"}], ids=str)
+def test_added_tokens_of_a_wrong_form_are_an_error(tmp_path: Path, added: Any) -> None:
+    make_directory(tmp_path, config={**CONFIG, "added_tokens_decoder": added})
+    with pytest.raises(ModelLoadError, match=r"added tokens in .*tokenizer_config\.json"):
+        load(tmp_path)
+
+
 def test_a_chat_template_of_a_wrong_form_is_an_error(tmp_path: Path) -> None:
     make_directory(tmp_path, config={**CONFIG, "chat_template": [{"nom": "x"}]})
     with pytest.raises(ModelLoadError, match="chat_template"):

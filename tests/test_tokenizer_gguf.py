@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tokenizers
 from gguf import GGUFWriter, TokenType
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizer_helpers import SENTENCEPIECE_MODELS, varied_texts
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mini_vllm.errors import ModelLoadError, UnsupportedModelError
@@ -106,6 +106,15 @@ def test_lone_surrogates_become_replacement_characters(smollm2: Tokenizer) -> No
 # ---- files written for one case each ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class FilesInOneFolder(ModelFiles):
+    """Model files whose converted data lies beside them, not in the user's store."""
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.path.parent / "converted"
+
+
 def byte_level_metadata(**changes: Any) -> dict[str, Any]:
     """A byte-level vocabulary of bytes, a few merges and four added tokens; a change to None leaves a field out."""
     tokens = [*byte_level_alphabet(), "he", "ll", "hell", "hello", "Ġh", "<s>", "</s>", "<eot>", "<tool>"]
@@ -142,7 +151,7 @@ def write_gguf(path: Path, fields: dict[str, Any], *, templates: Any = None) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return SimpleNamespace(name="small", path=path, format="gguf", cache_dir=path.parent / "converted")  # type: ignore[return-value]
+    return FilesInOneFolder(name="small", path=path, format="gguf")
 
 
 @pytest.mark.parametrize("field", ["model", "pre", "tokens", "token_type", "merges"])
@@ -217,6 +226,15 @@ def test_the_conversion_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first = load_tokenizer(files)
     monkeypatch.setattr(gguf_tokenizer, "_build_backend", lambda metadata: pytest.fail("converted a second time"))
     assert load_tokenizer(files).encode("hello there") == first.encode("hello there")
+
+
+def test_a_file_that_changed_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINI_VLLM_HOME", str(tmp_path / "home"))
+    files = ModelFiles(name="small", path=tmp_path / "m.gguf", format="gguf")
+    write_gguf(files.path, byte_level_metadata())
+    assert len(load_tokenizer(files).encode("hello")) == 1
+    write_gguf(files.path, byte_level_metadata(add_bos_token=True))
+    assert len(load_tokenizer(files).encode("hello")) == 2
 
 
 def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from tokenizers import Tokenizer as Backend
 from mini_vllm.errors import ModelLoadError
 from mini_vllm.tokenizer.sentencepiece_tokenizer import read_sentencepiece_model
 
+_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
 
 @dataclass(frozen=True)
 class TokenizerParts:
@@ -67,7 +69,12 @@ def read_tokenizer_directory(directory: Path) -> TokenizerParts:
             "tokenizer files into that directory (other formats, such as vocab.json with merges.txt, can be converted "
             "to tokenizer.json with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))."
         )
-    _add_tokens_of_config(backend, config, special_tokens)
+    try:
+        _add_tokens_of_config(backend, config, special_tokens)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ModelLoadError(
+            f"The added tokens in {directory / 'tokenizer_config.json'} are not of the usual form ({error})."
+        ) from error
     return TokenizerParts(
         backend=backend,
         special_tokens=special_tokens,
@@ -124,7 +131,12 @@ def _add_tokens_of_config(backend: Backend, config: Mapping[str, Any], special_t
     A token that the backend has already keeps its id and takes the flags of the config.
     """
     known = backend.get_added_tokens_decoder()
-    decoder = {int(token_id): AddedToken(**token) for token_id, token in config.get("added_tokens_decoder", {}).items()}
+    decoder = {
+        int(token_id): AddedToken(
+            token["content"], **{name: token[name] for name in _ADDED_TOKEN_FLAGS if name in token}
+        )
+        for token_id, token in config.get("added_tokens_decoder", {}).items()
+    }
     for token_id, token in sorted(decoder.items()):
         if repr(known.get(token_id)) != repr(token):
             backend.add_tokens([token])
