@@ -63,11 +63,9 @@ def processor_features() -> frozenset[str]:
     except OSError:  # not Linux
         pass
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every PyTorch that we run on
-    return (
-        frozenset()
-        if capabilities is None
-        else frozenset(name for name, is_there in capabilities().items() if is_there is True)
-    )
+    if capabilities is None:
+        return frozenset()
+    return frozenset(name for name, is_there in capabilities().items() if is_there is True)
 
 
 def bfloat16_feature() -> str | None:
