@@ -272,6 +272,16 @@ def test_a_bad_message_is_refused_and_its_place_named(messages: Any, param: str)
     assert param in str(caught.value)
 
 
+def test_endless_nesting_is_refused() -> None:
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(InvalidRequestError, match="nested deeper than 100"):
+        ours(CHATML).render([{"role": "user", "content": "a", "x": nested}])
+    with pytest.raises(InvalidRequestError, match="nested deeper than 100"):
+        ours(CHATML).render(CONVERSATIONS["one"], tools=nested)
+
+
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "al"}, {"type": "text", "text": "pha"}]
     assert ours(CHATML).render([{"role": "user", "content": parts}]) == ours(CHATML).render(

@@ -16,6 +16,7 @@ from typing import Any
 
 from mini_vllm.errors import InvalidRequestError
 
+_MAX_DEPTH = 100  # far under Python's recursion limit, far over any tool's schema
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -80,14 +81,27 @@ def _part_text(part: Any, place: str) -> str:
     return text
 
 
-def plain_json(value: Any, place: str) -> Any:
-    """A copy made of plain JSON types, so that no method of a caller's object is within a template's reach."""
+def plain_json(value: Any, place: str, depth: int = 0) -> Any:
+    """A copy made of plain JSON types, so that no method of a caller's object is within a template's reach.
+
+    Args:
+        value: what the caller gave.
+        place: where it stands in the request, for errors.
+        depth: how many lists and objects it stands in.
+
+    Raises:
+        InvalidRequestError: something that JSON does not have, or nested deeper than 100.
+    """
+    if depth > _MAX_DEPTH:
+        raise InvalidRequestError(
+            f"{place[:60]}... is nested deeper than {_MAX_DEPTH} lists and objects.", param="messages"
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain_json(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        return [plain_json(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return {str(name): plain_json(item, f"{place}.{name}") for name, item in value.items()}
+        return {str(name): plain_json(item, f"{place}.{name}", depth + 1) for name, item in value.items()}
     raise InvalidRequestError(f"{place} must be made of JSON values, not {_kind(value)}.", param=place)
 
 
