@@ -1,7 +1,11 @@
 """Events: what the engine reports to whoever listens.
 
-Where it stands: the scheduler makes them while it works; `mini-vllm explain` and `--trace` are listeners. With no
-listener attached no event is built, so it costs nothing.
+Where it stands: the scheduler and the engine's step make them while they work; `mini-vllm explain` and `--trace` are
+listeners. With no listener attached no event is built, so it costs nothing. A listener is called in the engine's thread
+and must be quick; several of them are made one by `fan_out`.
+
+    Queued -> Admitted -> [Forked] -> BlocksAppended ... -> Preempted -> Admitted (is_resumed) ... -> Finished
+    and around them, in each step:  StepStarted -> StepScheduled -> StepExecuted -> StepFinished
 
 In vLLM: `vllm/distributed/kv_events.py` and the statistics in `vllm/v1/metrics/stats.py`.
 """
@@ -11,8 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mini_vllm.cache.block_manager import BlockCopy
+from mini_vllm.cache.block_manager import BlockCopy, BlockStats
 from mini_vllm.outputs import FinishReason
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A new request waits from now on."""
+
+    request_id: str
+    index: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -49,10 +62,11 @@ class Forked:
 
 @dataclass(frozen=True)
 class Preempted:
-    """A sequence has lost its blocks and waits to be computed again."""
+    """A sequence has lost its blocks and waits to be computed again; the `num_tokens` tokens that it knows are kept."""
 
     request_id: str
     index: int
+    num_tokens: int
     freed_blocks: tuple[int, ...]
 
 
@@ -68,12 +82,23 @@ class SequenceScheduled:
 
 
 @dataclass(frozen=True)
+class StepStarted:
+    """Scheduling begins."""
+
+
+@dataclass(frozen=True)
 class StepScheduled:
-    """A step is about to run."""
+    """Scheduling is done; the batch goes to the worker."""
 
     sequences: tuple[SequenceScheduled, ...]
     num_waiting: int
     num_running: int
+    blocks: BlockStats
+
+
+@dataclass(frozen=True)
+class StepExecuted:
+    """The worker is back with the sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,9 @@ class StepFinished:
     """A step has been committed; `seconds` is its whole time."""
 
     seconds: float
+    num_waiting: int
+    num_running: int
+    blocks: BlockStats
 
 
 @dataclass(frozen=True)
@@ -93,5 +121,25 @@ class Finished:
     freed_blocks: tuple[int, ...]
 
 
-Event = Admitted | BlocksAppended | Forked | Preempted | StepScheduled | StepFinished | Finished
+StepEvent = StepStarted | StepScheduled | StepExecuted | StepFinished
+SequenceEvent = Queued | Admitted | BlocksAppended | Forked | Preempted | Finished
+Event = StepEvent | SequenceEvent
 EventListener = Callable[[Event], None]
+
+
+def sequence_name(request_id: str, index: int) -> str:
+    """What to call one of a request's sequences: `A`, and its siblings `A.1`, `A.2`."""
+    return request_id if index == 0 else f"{request_id}.{index}"
+
+
+def fan_out(*listeners: EventListener | None) -> EventListener | None:
+    """One listener that calls several, in order; None if nobody listens."""
+    attached = [listener for listener in listeners if listener is not None]
+    if len(attached) < 2:
+        return attached[0] if attached else None
+
+    def call_all(event: Event) -> None:
+        for listener in attached:
+            listener(event)
+
+    return call_all

@@ -125,6 +125,7 @@ class LLMEngine:
         blocks = BlockManager(
             plan.num_blocks, plan.block_size, enable_prefix_caching=bool(config.enable_prefix_caching)
         )
+        self.pool = plan
         self.scheduler = Scheduler(self.config, blocks, listener, clock)
         self._executor = parts.executor
         self._executor.allocate(plan, self.scheduler.table)
@@ -231,6 +232,8 @@ class LLMEngine:
         """Compute one step and return an output for each request that moved."""
         started = self._clock()
         outputs, self._undelivered = self._undelivered, []
+        if self._listener is not None and (self.scheduler.num_running or self.scheduler.num_waiting):
+            self._listener(events.StepStarted())
         batch = self.scheduler.schedule()
         if batch.is_empty:
             if self.scheduler.num_waiting:
@@ -242,11 +245,15 @@ class LLMEngine:
             self.scheduler.preempt_all()
             self._undelivered = outputs
             raise
+        if self._listener is not None:
+            self._listener(events.StepExecuted())
         changes = self.scheduler.commit(batch, result)
         moved, stopped = self._output_processor.process(changes)
         self.scheduler.finish(stopped)
         if self._listener is not None:
-            self._listener(events.StepFinished(self._clock() - started))
+            scheduler, seconds = self.scheduler, self._clock() - started
+            blocks = scheduler.block_manager.stats
+            self._listener(events.StepFinished(seconds, scheduler.num_waiting, scheduler.num_running, blocks))
         return outputs + moved
 
     def _execute(self, batch: ScheduledBatch) -> ModelOutput:

@@ -134,7 +134,10 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         """A new request waits from now on. It must have passed the engine's checks: it fits the pool alone."""
-        self._waiting.push(group.sequences[0])
+        first = group.sequences[0]
+        self._waiting.push(first)
+        if self.listener is not None:
+            self.listener(events.Queued(group.request.request_id, first.index, first.num_tokens))
 
     def abort(self, group: SequenceGroup) -> None:
         """End all unfinished sequences of a request, in whatever state they are, and free what they hold."""
@@ -325,7 +328,8 @@ class Scheduler:
         sequence.group.num_preemptions += 1
         self._waiting.push(sequence)
         if self.listener is not None:
-            self.listener(events.Preempted(sequence.group.request.request_id, sequence.index, freed))
+            request_id = sequence.group.request.request_id
+            self.listener(events.Preempted(request_id, sequence.index, sequence.num_tokens, freed))
 
     def preempt_all(self) -> None:
         """Take everything back that a step was given and never committed (it was interrupted)."""
@@ -451,7 +455,7 @@ class Scheduler:
                     scheduled.is_prefill,
                 )
             )
-        return events.StepScheduled(tuple(entries), self.num_waiting, self.num_running)
+        return events.StepScheduled(tuple(entries), self.num_waiting, self.num_running, self.block_manager.stats)
 
     def check(self) -> None:
         """Raise RuntimeError if an invariant of queues, seats or blocks is broken (debug mode)."""
