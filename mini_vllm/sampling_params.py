@@ -130,6 +130,17 @@ class SamplingParams:
         unset = {name: value for name, value in {**_OUR_DEFAULTS, **defaults}.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **unset)
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty changes a logit. Of resolved parameters only."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether anything but temperature and truncation changes the logits. Of resolved parameters only."""
+        masks = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.min_tokens)
+        return self.has_penalties or any(masks)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have."""
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):

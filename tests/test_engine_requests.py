@@ -45,7 +45,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([2**63], {}, "prompt"),
     ([True], {}, "prompt"),
     (None, {}, "prompt"),
-    ([{"role": "user", "content": 5}], {}, "messages"),
+    ([{"role": "user", "content": 5}], {}, "messages[0].content"),
     ([1] * 257, {}, "prompt"),
     ([1] * 256, {}, "prompt"),
     ([1] * 256, {"max_tokens": 1}, "prompt"),

@@ -116,6 +116,7 @@ class InputProcessor:
             max_tokens=self._max_tokens(len(token_ids), params, is_chat=is_chat(prompt)),
             stop_token_ids=stop_ids,
             stop_token_reasons=reasons,
+            bad_words_token_ids=self._bad_words_token_ids(params),
             arrival_time=self._clock(),
             arrival_index=next(self._arrivals),
             priority=priority,
@@ -170,6 +171,16 @@ class InputProcessor:
             )
         return wanted
 
+    def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Every bad word as tokens, both as it stands inside a text (after a space) and at its beginning."""
+        spellings: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for text in (word, " " + word.lstrip()):
+                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if token_ids:
+                    spellings[token_ids] = None
+        return tuple(spellings)
+
     def _stop_token_ids(self, params: SamplingParams) -> tuple[frozenset[int], dict[int, int | str]]:
         """All ids that end the generation, and the stop reason of those that the user asked for."""
         reasons: dict[int, int | str] = {}
@@ -179,7 +190,7 @@ class InputProcessor:
             if token_id is not None:
                 reasons[token_id] = stop
         reasons.update((token_id, token_id) for token_id in params.stop_token_ids or ())
-        ends = frozenset() if params.ignore_eos else self._facts.eos_token_ids
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self._facts.eos_token_ids
         return ends | reasons.keys(), reasons
 
 

@@ -25,6 +25,7 @@ class Request:
         stop_token_ids: ids that end the generation, the ends of sequence included unless `ignore_eos`.
         stop_token_reasons: what to report as the stop reason, for the ids the user asked for (the id itself, or the
             stop string that it stands for). An end of sequence has none.
+        bad_words_token_ids: the token sequences that spell bad words; the last token of each is what is forbidden.
         arrival_time: seconds on the engine's clock.
         arrival_index: counts the requests of this engine; breaks ties of arrival and priority.
         priority: smaller goes first under the `priority` policy.
@@ -39,6 +40,7 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     stop_token_reasons: dict[int, int | str] = field(default_factory=dict)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     arrival_time: float = 0.0
     arrival_index: int = 0
     priority: int = 0

@@ -47,6 +47,9 @@ class SequenceTable:
         self.presence_penalty: FloatArray = np.zeros(num_rows, np.float32)
         self.frequency_penalty: FloatArray = np.zeros(num_rows, np.float32)
         self.seeds: Int64Array = np.zeros(num_rows, np.int64)
+        self.num_logprobs: Int32Array = np.full(num_rows, -1, np.int32)
+        self.adjusts_logits: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.bad_words_token_ids: list[tuple[tuple[int, ...], ...]] = [()] * num_rows
         self.stop_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.params: list[SamplingParams | None] = [None] * num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -65,6 +68,9 @@ class SequenceTable:
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
         self.seeds[row] = request.seed
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.adjusts_logits[row] = params.adjusts_logits
+        self.bad_words_token_ids[row] = request.bad_words_token_ids
         self.stop_token_ids[row] = request.stop_token_ids
         self.params[row] = params
         self.write_blocks(sequence, 0)

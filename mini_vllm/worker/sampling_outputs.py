@@ -1,0 +1,55 @@
+"""From the sampler's tensors to plain numbers: one `SampledToken` a draw.
+
+Where it stands: the end of the worker's step; what it makes crosses back to the engine.
+
+In vLLM: `vllm/v1/outputs.py` (`LogprobsTensors.tolists`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mini_vllm.engine.scheduled_batch import SampledToken, ScheduledBatch
+from mini_vllm.engine.sequence_table import SequenceTable
+from mini_vllm.model.sampler import LogprobsOutput, SamplerOutput
+from mini_vllm.outputs import TokenLogprobs
+
+BROKEN = "the model's logits are not finite (NaN or infinite); the request cannot be continued"
+NO_TOKEN = "allowed tokens, bad words, min_tokens and logit_bias together leave no token to choose"
+
+
+def collect_tokens(batch: ScheduledBatch, table: SequenceTable, output: SamplerOutput) -> list[SampledToken]:
+    """What each draw gave, with as many logprobs as its request asked for."""
+    token_ids = output.token_ids.tolist()
+    is_broken, has_no_token = output.is_broken.tolist(), output.has_no_token.tolist()
+    logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+    if output.logprobs is not None and output.top_token_ids is not None and output.top_logprobs is not None:
+        wanted = [int(table.num_logprobs[batch.sequences[draw.sequence].row]) for draw in batch.draws]
+        values = LogprobsOutput(output.logprobs, output.top_token_ids, output.top_logprobs)
+        logprobs = list(_entries(token_ids, values, wanted))
+    return [
+        SampledToken(
+            token_id=token_id,
+            logprobs=logprobs[index],
+            error=BROKEN if is_broken[index] else NO_TOKEN if has_no_token[index] else None,
+        )
+        for index, token_id in enumerate(token_ids)
+    ]
+
+
+def collect_logprobs(targets: Tensor, values: LogprobsOutput, num_logprobs: int) -> list[TokenLogprobs]:
+    """Entries of known tokens. targets: [T] int64."""
+    token_ids: list[int] = targets.tolist()
+    return [entry for entry in _entries(token_ids, values, [num_logprobs] * len(token_ids)) if entry is not None]
+
+
+def _entries(token_ids: list[int], values: LogprobsOutput, wanted: list[int]) -> list[TokenLogprobs | None]:
+    """One entry a token with its first `wanted` alternatives; None where wanted is -1."""
+    logprobs = values.logprobs.tolist()
+    top_ids, top_values = values.top_token_ids.tolist(), values.top_logprobs.tolist()
+    return [
+        None
+        if count < 0
+        else TokenLogprobs(token_id, logprobs[i], tuple(top_ids[i][:count]), tuple(top_values[i][:count]))
+        for i, (token_id, count) in enumerate(zip(token_ids, wanted, strict=True))
+    ]
