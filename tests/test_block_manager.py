@@ -1,4 +1,4 @@
-"""The block manager, as a specification: allocate, append, fork, free, copy on write, order of eviction, the hard cases.
+"""The block manager as a specification: allocate, append, fork, free, copy on write, order of eviction, hard cases.
 
 Blocks are numbers here; that they hold the right keys and values is shown by `test_scheduler_state_machine.py`.
 """
