@@ -113,8 +113,9 @@ def _scaling(metadata: GGUFMetadata) -> dict[str, Any] | None:
 
 def _llama3(metadata: GGUFMetadata, theta: float, head_dim: int, factors: list[float]) -> dict[str, Any]:
     expected = llama3_factors(theta, head_dim, max(factors))
-    if len(factors) != len(expected) or any(
-        abs(found - made) > _TOLERANCE * made for found, made in zip(factors, expected, strict=True)
+    # Said so that a NaN, which compares to nothing, does not pass.
+    if len(factors) != len(expected) or not all(
+        abs(found - made) <= _TOLERANCE * made for found, made in zip(factors, expected, strict=True)
     ):
         raise UnsupportedModelError(
             f"The tensor {FACTORS_NAME} in {metadata.file.path} is not that of Llama 3 (low_freq_factor "

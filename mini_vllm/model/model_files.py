@@ -87,9 +87,13 @@ def load_model_config(files: ModelFiles) -> ModelConfig:
         UnsupportedModelError: something in it is not implemented.
         ModelLoadError: no configuration, or a damaged one.
     """
-    if files.format == "gguf":
-        return model_config_from_hf(_gguf_configs(files)["config"])
-    return model_config_from_hf(_read_json(files.path / "config.json"))
+    is_gguf = files.format == "gguf"
+    raw = _gguf_configs(files)["config"] if is_gguf else _read_json(files.path / "config.json")
+    try:
+        return model_config_from_hf(raw)
+    except ModelLoadError as error:
+        said = f"{files.path} (read as a config.json)" if is_gguf else files.path
+        raise type(error)(f"{said}: {error}") from error
 
 
 def load_generation_config(files: ModelFiles) -> GenerationConfig:
