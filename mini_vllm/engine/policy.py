@@ -54,8 +54,10 @@ def make_policy(name: str) -> SchedulingPolicy:
         )
     try:
         policy: SchedulingPolicy = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InvalidConfigError(f"policy {name!r} cannot be loaded: {error}", field="policy") from error
+    if not callable(getattr(policy, "key", None)):
+        raise InvalidConfigError(f"policy {name!r} has no method key(sequence)", field="policy")
     return policy
 
 

@@ -170,6 +170,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def next_waiting(self) -> Sequence | None:
+        """The sequence that is admitted next; None if nobody waits."""
+        return self._waiting.peek()
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -190,7 +195,9 @@ class Scheduler:
         """Choose the work of the next step. The batch is empty if there is nothing to do."""
         step = _Step(self._token_budget)
         if not self._running:
-            self._batch_is_forming = True  # static scheduling: the doors open when everyone has left
+            # Static scheduling: the doors open when everyone has left, and nobody who was preempted comes back.
+            first = self._waiting.peek()
+            self._batch_is_forming = first is None or first.status is not SequenceStatus.PREEMPTED
         if self._chunks_prefill:
             self._schedule_running(step)
             if not step.num_preempted:
