@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "benchmark": {"api", "engine", "worker", "model", "cache", "naive_generate", "tokenizer", "store", *LEAVES},
     "commands": {
         *("api", "explain", "benchmark", "naive_generate", "engine", "tokenizer", "store", *LEAVES),
-        *("model", "kernels"),  # `doctor` says what they would do on this machine
+        *("worker", "model", "kernels"),  # `doctor` says what they would do on this machine
     },
     "cli": {"commands", *LEAVES},
     "__main__": {"cli"},
