@@ -16,7 +16,7 @@ from mini_vllm.outputs import RequestOutput
 from mini_vllm.tokenizer.chat_template import ChatTemplate
 from mini_vllm.tokenizer.tokenizer import Tokenizer as EngineTokenizer
 from mini_vllm.tokenizer.tokenizer_files import TokenizerParts
-from mini_vllm.worker.memory import PoolPlan
+from mini_vllm.worker.memory import PoolPlan, slot_size
 
 VOCABULARY = [chr(code) for code in range(32, 127)]  # printable ASCII
 EOS = len(VOCABULARY)
@@ -46,7 +46,7 @@ class WrittenAnswers:
 
     def plan_pool(self, max_model_len: int) -> PoolPlan:
         num_blocks = self._config.num_kv_blocks or 12
-        size = self._config.block_size
+        size = slot_size(self._config, max_model_len)
         return PoolPlan(num_blocks, size, min(max_model_len, num_blocks * size), block_bytes=8192)
 
     def allocate(self, plan: PoolPlan, table: SequenceTable) -> None:

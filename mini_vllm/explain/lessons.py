@@ -112,13 +112,14 @@ class Lessons:
         return self._once(
             "preemption",
             f"PREEMPTION. A decode needs a block and the pool has none left. {name} came last, so it gives its blocks "
-            f"back. Its {num_tokens} tokens are kept, its keys and values are not: when there is room again they are "
-            "computed anew. That costs time; the answer stays the same, and nothing is sent twice.",
+            f"back and waits. Its {num_tokens} tokens are kept; its keys and values are not, but for full blocks that "
+            "stay cached until somebody takes them. What is lost is computed again when there is room. That costs "
+            "time; the answer stays the same, and nothing is sent twice.",
         )
 
     def resume(self, name: str, num_tokens: int, num_cached: int) -> str | None:
         """`name` runs again after it was preempted."""
-        saved = f" {num_cached} of them are still in the prefix cache, and need no computing." if num_cached else ""
+        saved = f" The first {num_cached} are still in the prefix cache and need no computing." if num_cached else ""
         return self._once(
             "resume",
             f"BACK AFTER A PREEMPTION. {name} has {num_tokens} tokens, prompt and answer so far, and they are computed "

@@ -17,12 +17,11 @@ from mini_vllm.engine.request import Request
 from mini_vllm.explain.lessons import Lessons, introduction
 from mini_vllm.explain.observer import Observer
 from mini_vllm.explain.picture import DIM, draw_pool, draw_tables, style_of
-from mini_vllm.explain.story import Sentence, Story, quoted
+from mini_vllm.explain.story import Sentence, Story, one_line
 from mini_vllm.outputs import RequestOutput
 from mini_vllm.sampling_params import SamplingParams
 
 MOST_COLUMNS = 110  # longer lines are hard to read
-TEXT_COLUMNS = 44  # of a prompt, and of an answer, in the list of texts
 _LESSON = Style(color="yellow", italic=True)
 _ASCII = str.maketrans({"│": "|", "·": ".", "…": "~", "→": ">", "▌": "|", "─": "-"})
 
@@ -151,9 +150,10 @@ class Narrator:
         return self._requests.index(request_id), int(index or 0)
 
     def _text(self, name: str) -> Text:
-        prompt, answer = self._texts[name]
-        line = Text(f"{name:<6} ", self._style(name)).append(quoted(_tail(prompt)), DIM)
-        return line.append(f" → {quoted(_tail(answer))}" if answer else "")
+        width = (self._width - 26) // 2  # of the prompt and of the answer; of long ones the end is shown
+        prompt, answer = (_tail(one_line(text), width) for text in self._texts[name])
+        line = Text(f"{name:<6} ", self._style(name)).append(f'"{prompt}"', DIM)
+        return line.append(f' → "{answer}"' if answer else "")
 
     # ---- before and after ---------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Narrator:
 
     def _summarise(self, num_steps: int) -> None:
         usage, stats = self._observer.usage, self._engine.stats
-        limit, num_blocks = self._engine.config.max_model_len, self._engine.pool.num_blocks
+        num_blocks = self._engine.pool.num_blocks
         self._console.print()
         self._console.rule(Text(f"after {num_steps} steps", "bold"), align="left", style="dim", characters="─")
         self._section("texts", [self._text(name) for name in sorted(self._texts, key=self._place)])
@@ -176,14 +176,22 @@ class Narrator:
         if stats.prefix_cache is not None:
             found, asked = stats.prefix_cache.hit_tokens, stats.prefix_cache.queried_tokens
             facts.append(f"Prefix cache: {found} of the {asked} tokens that were to be prefilled were there already.")
-        facts += [
-            f"Waste, paged: {_empty(usage.paged_filled, usage.paged_slots)} of the slots in use held nothing.",
-            f"Waste, contiguous: with max_model_len = {limit} slots set aside for each sequence, "
-            f"{_empty(usage.contiguous_filled, usage.contiguous_slots)} of them would have held nothing, and this pool "
-            f"would have had room for {_count(self._engine.pool.num_tokens // (limit or 1), 'sequence')} at once.",
-        ]
+        facts += self._waste()
         for fact in facts:
             self._paragraph(Text(f"  {fact}"), indent="    ")
+
+    def _waste(self) -> list[str]:
+        """How much of the memory taken held nothing: as it was, and as it would have been without blocks."""
+        usage, limit = self._observer.usage, self._engine.config.max_model_len or 1
+        as_it_was = f"{_empty(usage.filled, usage.slots)} of the slots in use held nothing"
+        if self._engine.config.cache != "paged":
+            return [f"Waste: {as_it_was}."]
+        return [
+            f"Waste, paged: {as_it_was}.",
+            f"Waste, contiguous: with max_model_len = {limit} slots set aside for each sequence, "
+            f"{_empty(usage.contiguous_filled, usage.contiguous_slots)} of them would have held nothing, and this pool "
+            f"would have had room for {_count(self._engine.pool.num_tokens // limit, 'sequence')} at once.",
+        ]
 
     # ---- printing -----------------------------------------------------------------------------------------------
 
@@ -220,8 +228,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _tail(text: str) -> str:
-    return text if len(text) <= TEXT_COLUMNS else "…" + text[-TEXT_COLUMNS + 1 :]
+def _tail(text: str, width: int) -> str:
+    return text if len(text) <= width else "…" + text[-width + 1 :]
 
 
 def _empty(filled: int, slots: int) -> str:

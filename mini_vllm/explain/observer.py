@@ -55,10 +55,11 @@ class BlockView:
 
 @dataclass
 class Usage:
-    """Token slots, summed over all steps, and how many of them held something: paged, and as if contiguous."""
+    """Token slots, summed over all steps, and how many of them held something: as they are (a shared block counts
+    once), and as they would be with max_model_len of them set aside for each sequence."""
 
-    paged_slots: int = 0
-    paged_filled: int = 0
+    slots: int = 0
+    filled: int = 0
     contiguous_slots: int = 0
     contiguous_filled: int = 0
     most_blocks: int = 0
@@ -164,8 +165,8 @@ class Observer:
         running, usage = self.scheduler.running, self.usage
         ends = {sequence.row: end for sequence, end in self._ends(event)}
         used = {block for sequence in running for block in sequence.block_table.blocks}
-        usage.paged_slots += len(used) * self.scheduler.block_manager.block_size
-        usage.paged_filled += sum(len(self._contents.get(block, ())) for block in used)
+        usage.slots += len(used) * self.scheduler.block_manager.block_size
+        usage.filled += sum(len(self._contents.get(block, ())) for block in used)
         usage.contiguous_slots += len(running) * self.scheduler.table.token_ids.shape[1]
         usage.contiguous_filled += sum(ends.get(one.row, one.num_computed_tokens) for one in running)
         usage.most_blocks = max(usage.most_blocks, len(used))
