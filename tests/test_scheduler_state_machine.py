@@ -207,7 +207,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         group = rows[batch.sequences[min(failing)].row].group
         was_forked = group.is_forked
         self.failed.add(group.request.request_id)
-        self.engine.commit(batch, self.engine.executor.execute_one_by_one(batch, failing=failing))
+        # Running a step again asks of a policy that siblings stand side by side (see SchedulingPolicy.key).
+        is_interleaved = self.engine.config.policy == "scripted_executor:InterleavedSiblings"
+        executor = self.engine.executor
+        execute = executor.execute if is_interleaved else executor.execute_one_by_one
+        self.engine.commit(batch, execute(batch, failing=failing))
         if not was_forked:  # the prompt failed, so all choices have
             assert group.is_finished
             assert {sequence.finish_reason for sequence in group.sequences} == {FinishReason.ERROR}
@@ -257,11 +261,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         preempted = [s for s in running_before if s.status is SequenceStatus.PREEMPTED]
         if preempted:
             event("preempted")
-            if any(max(s.group.num_preemptions for s in preempted) >= n for n in (3,)):
+            if max(sequence.group.num_preemptions for sequence in preempted) >= 3:
                 event("a request preempted three times")
-            if any(s.index > 0 for s in preempted):
+            if any(sequence.index > 0 for sequence in preempted):
                 event("a sibling preempted")
-            if any(s.num_output_tokens == 0 for s in preempted):
+            if any(sequence.num_output_tokens == 0 for sequence in preempted):
                 event("preempted before its first token")
             assert not any(isinstance(one, events.Admitted) for one in new_events), "admitted in a step that preempted"
             assert running_before[-len(preempted) :] == preempted, "the victims are the last ones"
