@@ -220,6 +220,13 @@ def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_configurati
     assert ["differs from" in record.message for record in caplog.records] == [True]
 
 
+def test_a_tied_head_does_not_stand_in_for_a_missing_embedding(tied: TinyModel, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(tied.directory, tmp_path / "model"))
+    _change(directory, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    with pytest.raises(ModelLoadError, match=r"lacks the tensor model\.embed_tokens\.weight"):
+        _load(directory)
+
+
 def test_an_untied_head_that_is_missing_stops_the_start(tied: TinyModel, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(tied.directory, tmp_path / "model"))
     _change_config(directory, tie_word_embeddings=False)

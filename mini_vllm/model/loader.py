@@ -113,10 +113,11 @@ def settle_head(config: ModelConfig, source: WeightSource, dtype: torch.dtype) -
     An equal one is a copy and is not loaded. A different one means that the configuration is wrong; see `tied_head`.
     """
     head = tied_head(config)
-    if head is None or head.sources[0] not in source.names():
+    if head is None:
         return config
-    embedding = weight_map(config)[0]
-    names = (embedding.sources[0], head.sources[0])
+    names = (weight_map(config)[0].sources[0], head.sources[0])  # of the embedding and of the head
+    if not source.names().issuperset(names):
+        return config
     if source.shape(names[0]) == source.shape(names[1]) and torch.equal(*(source.read(name, dtype) for name in names)):
         return config
     logger.warning(

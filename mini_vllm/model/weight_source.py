@@ -103,7 +103,7 @@ def read_parameters(
     for spec in specs:
         parts = [source.read(name, dtype) for name in spec.sources]
         parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if dtype is torch.float16 and not torch.isfinite(parameter).all():
+        if dtype is torch.float16 and not all(bound.isfinite() for bound in torch.aminmax(parameter)):
             raise ModelLoadError(
                 f"{' or '.join(spec.sources)} in {source.path} holds values beyond 65504, the largest of float16. "
                 "Use dtype bfloat16 or float32."
