@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mini_vllm.engine.scheduled_batch import Draw, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
-from mini_vllm.model.sampling_batch import PenaltyHistory, SamplingBatch, TokenPairs, WorkedDraws
+from mini_vllm.model.sampling_batch import PenaltyHistory, SamplingBatch, TokenPairs, WorkedDraws, group_draws
 
 
 def build_sampling_batch(
@@ -30,6 +30,7 @@ def build_sampling_batch(
     """
     table_rows = np.array([batch.sequences[draw.sequence].row for draw in batch.draws], np.int64)
     needs_work = (table.temperature[table_rows] > 0) | table.adjusts_logits[table_rows]
+    wants_logprobs = table.num_logprobs[table_rows] >= 0
     rows = torch.tensor([row_of[draw.sequence] for draw in batch.draws], device=device)
     return SamplingBatch(
         rows=rows,
@@ -37,6 +38,7 @@ def build_sampling_batch(
         if needs_work.any()
         else None,
         num_logprobs=int(table.num_logprobs[table_rows].max()),
+        logprob_draws=None if wants_logprobs.all() else torch.from_numpy(wants_logprobs.nonzero()[0]).to(device),
     )
 
 
@@ -58,7 +60,6 @@ def _worked_draws(
     def column(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(values[rows]).to(device)
 
-    truncates = (table.top_k[rows] > 0) | (table.top_p[rows] < 1) | (table.min_p[rows] > 0)
     return WorkedDraws(
         draws=torch.from_numpy(worked).to(device),
         temperature=column(table.temperature),
@@ -71,7 +72,9 @@ def _worked_draws(
         seeds=column(table.seeds),
         sample_index=torch.tensor([draws[index].sample_index for index in worked], device=device),
         positions=torch.tensor(positions, device=device),
-        truncates=bool(truncates.any()),
+        groups=group_draws(
+            table.temperature[rows], table.top_k[rows], table.top_p[rows], table.min_p[rows], vocab_size, device
+        ),
         history=builder.history(),
         allowed=builder.pairs(builder.allowed),
         forbidden=builder.pairs(builder.forbidden),
