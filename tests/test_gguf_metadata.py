@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,3 +300,14 @@ def test_sampling_keys_are_generation_defaults(tiny: TinyModel, tmp_path: Path) 
 def test_most_files_advise_nothing(tiny: TinyModel, tmp_path: Path) -> None:
     found = load_generation_config(write_gguf(tiny.directory, tmp_path / "a.gguf", "llama"))
     assert found.sampling_defaults == {}
+
+
+def test_reading_configurations_needs_no_torch(tiny: TinyModel, tmp_path: Path) -> None:
+    files = write_gguf(tiny.directory, tmp_path / "a.gguf", "llama")
+    code = (
+        "import sys; from pathlib import Path; from mini_vllm.store.model_store import ModelFiles;"
+        "from mini_vllm.model.model_files import load_generation_config, load_model_config;"
+        f"files = ModelFiles('a', Path({str(files.path)!r}), 'gguf');"
+        "load_model_config(files), load_generation_config(files); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
