@@ -15,7 +15,7 @@ strings of a small tokenizer. One pass over the mapped file takes a tenth of a s
 What always holds: every length is checked against the size of the file before it is believed, so a file that was cut
 short is refused here with a message that says so, and no tensor can reach over its end. No torch is needed.
 
-In vLLM: `GGUFReader` is used directly (`vllm/model_executor/model_loader/weight_utils.py`, `gguf_quant_weights_iterator`).
+In vLLM: `gguf_quant_weights_iterator` in `vllm/model_executor/model_loader/weight_utils.py`, with `GGUFReader`.
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
