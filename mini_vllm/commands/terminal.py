@@ -1,0 +1,96 @@
+"""What a command shows beside its answers, all of it on stderr.
+
+Where it stands: every command that runs a model makes one `Terminal` first.
+
+                              stdout is a terminal     stdout is a pipe or a file
+    warnings, errors          yes                      yes
+    figures, notes, spinner   yes, unless --quiet      no, unless --verbose
+    the log                   with --verbose           with --verbose
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, TextIO
+
+import typer
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's log and the figures on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no figures and notes, only answers and errors.")]
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """The words of a command to the person in front of it.
+
+    Args:
+        shows_notes: whether figures and notes are wanted.
+        has_colour: whether stderr is a terminal.
+    """
+
+    shows_notes: bool
+    has_colour: bool
+
+    def note(self, text: str) -> None:
+        """A line that can be missed: figures, hints."""
+        if self.shows_notes:
+            print(f"{_DIM}{text}{_PLAIN}" if self.has_colour else text, file=sys.stderr, flush=True)
+
+    def show(self, text: str) -> None:
+        """What must not be missed, or was asked for."""
+        print(text, file=sys.stderr, flush=True)
+
+    def error(self, text: str) -> None:
+        """What went wrong, in one line."""
+        print_error(text)
+
+    @contextlib.contextmanager
+    def busy(self, text: str) -> Iterator[None]:
+        """A spinner while the block runs, on a terminal only."""
+        if not (self.shows_notes and self.has_colour):
+            yield
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status(text):
+            yield
+
+
+def open_terminal(*, verbose: bool, quiet: bool) -> Terminal:
+    """Decide what is shown, and send the log of mini vLLM to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogFormatter())
+    logger = logging.getLogger("mini_vllm")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.propagate = False
+    return Terminal(shows_notes=verbose or (sys.stdout.isatty() and not quiet), has_colour=sys.stderr.isatty())
+
+
+def print_error(text: str) -> None:
+    """`error: ...` on stderr, always one line."""
+    print(f"error: {' '.join(text.splitlines())}", file=sys.stderr, flush=True)
+
+
+def use_utf8(*streams: TextIO) -> None:
+    """Pipes and files are UTF-8; a terminal keeps its own encoding. What cannot be read or shown is replaced."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):  # a stream that is closed, or a test's own, stays as it is
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
+
+
+class _LogFormatter(logging.Formatter):
+    """`warning: ...`; the time in front where the log tells how the start went on."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno >= logging.WARNING:
+            return f"{record.levelname.lower()}: {text}"
+        return f"{self.formatTime(record, '%H:%M:%S')} {text}"
