@@ -210,9 +210,9 @@ class Narrator:
             self._print(line if place == 0 else Text(indent).append_text(line))
 
     def _print(self, line: Text) -> None:
+        line.truncate(self._width, overflow="ellipsis")
         if self._console.options.ascii_only:
             line = Text(line.plain.translate(_ASCII).encode("ascii", "backslashreplace").decode())
-        line.truncate(self._width, overflow="ellipsis")
         self._console.print(line, no_wrap=True, highlight=False)
 
     def _style(self, name: str) -> Style:
