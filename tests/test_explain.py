@@ -265,10 +265,11 @@ def test_lessons_of_a_prefix_hit_and_a_preemption_come_once_with_the_numbers_at_
     words = words_of_lessons(text)
     assert "entry 2 of the block table names its block, which is block 2; 10 % 4 = 2 is its slot there" in words
     assert "B begins with 8 tokens that were computed before" in words
+    assert "so the table just names blocks 0 1, where they are" in words
     assert "A knows 12 tokens, and the keys and values of 11 are in the pool" in words
-    assert "The 12 slots of A's 3 blocks are full, so its table gets one more number, 4." in words
+    assert "All 12 slots of A's blocks are full, so its table gets one more number, 4." in words
     assert "B came last, so it gives its blocks back and waits. Its 13 tokens are kept" in words
-    assert "The full ones, 0 1 2, keep what is in them" in words
+    assert "What is in full ones, here blocks 0 1 2, stays until" in words
     assert "B has 13 tokens, prompt and answer so far" in words
 
 
@@ -285,7 +286,7 @@ def test_lessons_of_several_answers_and_chunks() -> None:
     ]
     words = words_of_lessons(text)
     assert "A gets 4 of it; its 3 other tokens come in later steps" in words
-    assert "A and A.1 both start from it: the two tables name the same blocks, 0 1." in words
+    assert "A and A.1 both start from it: both tables name blocks 0 1." in words
     assert "A is about to write its next token into block 1, which others use too. So it gets a copy" in words
 
 

@@ -53,9 +53,9 @@ def explain(
 
       mini-vllm explain "The capital of France is" "The capital of France was once"
 
-      mini-vllm explain --num-kv-blocks 6 "One two three four five" "Red green blue yellow"
+      mini-vllm explain --num-kv-blocks 5 "One two three four five" "Red green blue yellow"
 
-      mini-vllm explain --n 3 "Once upon a time"
+      mini-vllm explain --n 3 "Once upon a time there"
 
       mini-vllm explain --step --max-num-batched-tokens 4 "A prompt that is computed in several chunks"
 

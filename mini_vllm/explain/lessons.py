@@ -72,12 +72,12 @@ class Lessons:
 
     def growth(self, name: str, table: tuple[int, ...], new: int) -> str | None:
         """`name` gets one more block while it decodes."""
-        full = len(table) - 1
+        num_full = (len(table) - 1) * self.block_size
         return self._once(
             "growth",
-            f"A BLOCK BOUNDARY. The {full * self.block_size} slots of {name}'s {full} blocks are full, so its table "
-            f"gets one more number, {new}. Any free block will do: the order is in the table, so blocks need not be "
-            "neighbours, and nothing has to be set aside for an answer as long as the context.",
+            f"A BLOCK BOUNDARY. All {num_full} slots of {name}'s blocks are full, so its table gets one more number, "
+            f"{new}. Any free block will do: the order is in the table, so blocks need not be neighbours, and nothing "
+            "has to be set aside for an answer as long as the context.",
         )
 
     def hit(self, name: str, blocks: tuple[int, ...], num_cached: int) -> str | None:
@@ -85,17 +85,17 @@ class Lessons:
         return self._once(
             "hit",
             f"A PREFIX HIT. {name} begins with {num_cached} tokens that were computed before, for another text with "
-            "the same beginning. Equal beginnings have equal keys and values, so the table just names the blocks where "
-            f"they are: {_join(blocks)}. Nothing is copied. Only full blocks are shared, and the last token of a "
-            "prompt is always computed, since its logits are needed.",
+            "the same beginning. Equal beginnings have equal keys and values, so the table just names "
+            f"{_blocks(blocks)}, where they are. Nothing is copied. Only full blocks are shared, and the last token of "
+            "a prompt is always computed, since its logits are needed.",
         )
 
     def fork(self, parent: str, name: str, blocks: tuple[int, ...]) -> str | None:
         """`name` is a further answer to the prompt of `parent`."""
         return self._once(
             "fork",
-            f"SEVERAL ANSWERS. The prompt was computed once, and {parent} and {name} both start from it: the two "
-            f"tables name the same blocks, {_join(blocks)}. Each block counts how many tables it stands in.",
+            f"SEVERAL ANSWERS. The prompt was computed once, and {parent} and {name} both start from it: both "
+            f"tables name {_blocks(blocks)}. A block counts how many tables it stands in.",
         )
 
     def copy(self, name: str, source: int, target: int) -> str | None:
@@ -140,13 +140,13 @@ class Lessons:
             return None
         return self._once(
             "finish",
-            f"CACHED BUT FREE. {name} needs its blocks no more. The full ones, {_join(cached)}, keep what is in them "
+            f"CACHED BUT FREE. {name} needs its blocks no more. What is in full ones, here {_blocks(cached)}, stays "
             "until somebody needs the room: a prompt with the same beginning takes them as they are.",
         )
 
 
-def _join(blocks: tuple[int, ...]) -> str:
-    return " ".join(map(str, blocks))
+def _blocks(blocks: tuple[int, ...]) -> str:
+    return ("block " if len(blocks) == 1 else "blocks ") + " ".join(map(str, blocks))
 
 
 def _readable_bytes(count: int) -> str:
