@@ -1,7 +1,7 @@
 """`SamplingParams`: how one request wants its tokens chosen, and when it wants them to end.
 
 Where it stands: made by the user (or from an HTTP body), resolved once by the input processor, read by everything
-    behind.
+behind.
 
 What always holds: an object that exists is valid. A bad value raises `InvalidRequestError` at construction, with the
 field's name in `param`. None means *unset* for every field: the engine then takes the model's generation_config, and
@@ -17,6 +17,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mini_vllm.errors import InvalidRequestError
@@ -27,17 +28,23 @@ MAX_STOP_LENGTH = 1024
 MAX_BAD_WORDS = 1024
 MAX_N = 128
 MAX_LOGIT_BIAS = 100.0
-GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would only overflow
+GREEDY_BELOW = 1e-5  # a temperature under this is greedy
+# Kernels compute in float32, which has no number for 1e300 or 1e-300. Under these bounds no logit overflows.
+MAX_TEMPERATURE = 1e6  # here the draw is uniform to five digits
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+MAX_WHOLE = 2**63 - 1
 
-_OUR_DEFAULTS: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+_OUR_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+)
 # Fields for which null means the same as leaving them out.
 _NEVER_NONE = ("n", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
@@ -52,12 +59,12 @@ class SamplingParams:
     Args:
         n: answers to one prompt, each with its own random stream.
         best_of: accepted where it equals n.
-        temperature: logits are divided by it; 0 (and anything under 1e-5) takes the most likely token.
+        temperature: logits are divided by it; 0 (and anything under 1e-5) takes the most likely token; up to 1e6.
         top_p: keep the most likely tokens until their probability reaches it, the crossing one included; in (0, 1].
         top_k: keep the k most likely tokens; 0 and -1 keep all.
         min_p: keep tokens with at least this share of the best one's probability; in [0, 1].
         repetition_penalty: logits of tokens in prompt and output are divided (positive) or multiplied (negative) by it;
-            over 0 (Keskar et al. 2019, CTRL).
+            in [1e-6, 1e6] (Keskar et al. 2019, CTRL).
         presence_penalty: subtracted from the logits of tokens that the output has; in [-2, 2].
         frequency_penalty: subtracted once for each time the output has the token; in [-2, 2].
         logit_bias: token id -> what is added to its logit, in [-100, 100].
@@ -161,8 +168,8 @@ class SamplingParams:
             )
         self._set("min_tokens", _whole("min_tokens", self.min_tokens, 0))
         for name, low, high in (
-            ("top_k", -1, None),
-            ("max_tokens", 0, None),
+            ("top_k", -1, MAX_WHOLE),
+            ("max_tokens", 0, MAX_WHOLE),
             ("seed", -(2**63), 2**64 - 1),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
@@ -182,16 +189,16 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         for name, low, high in (
-            ("temperature", 0.0, math.inf),
+            ("temperature", 0.0, MAX_TEMPERATURE),
             ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
-            ("repetition_penalty", 0.0, math.inf),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
             ("presence_penalty", -2.0, 2.0),
             ("frequency_penalty", -2.0, 2.0),
         ):
             value = getattr(self, name)
             if value is not None:
-                self._set(name, _number(name, value, low, high, above=name in ("top_p", "repetition_penalty")))
+                self._set(name, _number(name, value, low, high, above=name == "top_p"))
         if self.temperature is not None and self.temperature < GREEDY_BELOW:
             self._set("temperature", 0.0)
 
@@ -223,25 +230,27 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # only while the object is made
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> int:
-    wanted = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _refuse(name, value, wanted)
-    if value < low or (high is not None and value > high):
-        raise _refuse(name, value, wanted)
-    return int(value)
+def _whole(name: str, value: Any, low: int, high: int = MAX_WHOLE) -> int:
+    """A whole number in [low, high]; NumPy's count, booleans and 1.0 do not."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        number = int(value)
+        if low <= number <= high:
+            return number
+    wanted = f"of {low} or more" if high == MAX_WHOLE else f"from {low} to {high}"
+    raise _refuse(name, value, f"a whole number {wanted}")
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """A finite number in [low, high], or in (low, high] with `above`."""
-    begin = f"over {low:g}" if above else f"{low:g} or more"
-    wanted = f"a number, {begin}" if math.isinf(high) else f"a number, {begin} and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _refuse(name, value, wanted)
-    number = float(value)
-    if not math.isfinite(number) or number < low or number > high or (above and number == low):
-        raise _refuse(name, value, wanted)
-    return number
+    """A number in [low, high], or in (low, high] with `above`; NumPy's count, booleans do not."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if low <= number <= high and not (above and number == low):  # false for NaN
+            return number
+    wanted = f"over {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+    raise _refuse(name, value, f"a number {wanted}")
 
 
 def _texts(name: str, value: Any, most: int) -> tuple[str, ...] | None:
@@ -259,13 +268,21 @@ def _texts(name: str, value: Any, most: int) -> tuple[str, ...] | None:
 
 def _token_key(key: Any) -> int:
     """A key of logit_bias: JSON has no integer keys, so digits count as well."""
-    if isinstance(key, str) and key.isascii() and key.isdigit():
-        return int(key)
-    return _whole("logit_bias", key, 0)
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= len(str(MAX_WHOLE)):
+        key = int(key)
+    if isinstance(key, bool) or not isinstance(key, numbers.Integral) or not 0 <= int(key) <= MAX_WHOLE:
+        raise _refuse("a key of logit_bias", key, "a token id, a whole number of 0 or more", param="logit_bias")
+    return int(key)
 
 
-def _refuse(name: str, value: Any, wanted: str) -> InvalidRequestError:
-    shown = repr(value)
-    return InvalidRequestError(
-        f"{name} must be {wanted}; got {shown if len(shown) <= 80 else shown[:77] + '...'}", param=name
-    )
+def _refuse(name: str, value: Any, wanted: str, *, param: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be {wanted}; got {_shown(value)}", param=param or name)
+
+
+def _shown(value: Any) -> str:
+    """The value for a message, cut short."""
+    try:
+        shown = repr(value)
+    except ValueError:  # Python does not print integers of more than 4300 digits
+        shown = f"a {type(value).__name__} too long to show"
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -28,8 +28,7 @@ from mini_vllm.model.sampling_adjustments import adjust
 from mini_vllm.model.sampling_batch import SamplingBatch, WorkedDraws
 from mini_vllm.model.sampling_draw import draw_tokens
 from mini_vllm.model.sampling_order import top_tokens
-
-LOGPROB_PIECE_ELEMENTS = 1 << 22  # logits turned into logprobs at a time, so that a long prompt needs no second copy
+from mini_vllm.model.sampling_pieces import rows_per_piece
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, num_logprobs: int) -> Logpr
         targets: [T] int64, the token that each row is asked about.
         num_logprobs: alternatives, best first; the whole vocabulary if it has fewer.
     """
-    num_rows = max(1, LOGPROB_PIECE_ELEMENTS // logits.shape[1])
+    num_rows = rows_per_piece(logits)
     k = min(num_logprobs, logits.shape[1])
     pieces = zip(torch.split(logits, num_rows), torch.split(targets, num_rows), strict=True)
     columns = zip(*(_logprobs_of_piece(*piece, k) for piece in pieces), strict=True)

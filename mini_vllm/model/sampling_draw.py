@@ -26,9 +26,8 @@ from torch import Tensor
 from mini_vllm.model.noise import gumbel_noise
 from mini_vllm.model.sampling_batch import DrawGroup, WorkedDraws
 from mini_vllm.model.sampling_order import top_tokens
+from mini_vllm.model.sampling_pieces import rows_per_piece
 
-PIECE_ELEMENTS = 1 << 18  # logits worked on at a time: their noise stays in the processor's cache
-PIECE_ELEMENTS_ON_DEVICE = 1 << 24  # an accelerator wants more work at once
 NUCLEUS_CANDIDATES = 512  # top_p mostly keeps far fewer
 
 
@@ -44,11 +43,9 @@ def draw_tokens(logits: Tensor, rows: Tensor, best: Tensor, worked: WorkedDraws)
     Returns:
         places [S] int64, which of the W were drawn; token_ids [S] int64.
     """
-    piece = PIECE_ELEMENTS if logits.device.type == "cpu" else PIECE_ELEMENTS_ON_DEVICE
-    num_rows = max(1, piece // logits.shape[1])
     places, token_ids = [rows[:0]], [rows[:0]]
     for group in worked.groups:
-        for part in torch.split(group.places, num_rows):
+        for part in torch.split(group.places, rows_per_piece(logits)):
             scaled = _scaled(logits[rows[part]], best[rows[part]], worked, part, group)
             if group.max_top_k > 0:
                 drawn = _draw_by_top_k(scaled, worked, part, group)

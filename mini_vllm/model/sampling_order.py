@@ -44,7 +44,8 @@ def _order_keys(logits: Tensor) -> Tensor:
     The bits of a positive float, read as an integer, grow with it; those of a negative one grow as it falls, so all but
     its sign are turned over. Adding 0.0 makes -0.0 the 0.0 that it equals.
     """
-    bits = (logits + 0.0).view(torch.int32).long()
-    ordered = bits ^ ((bits >> 63) & _ALL_BUT_SIGN)
-    vocab_size = logits.shape[1]
-    return (ordered << 32) | torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = (logits + 0.0).view(torch.int32).long()
+    keys ^= (keys >> 63).bitwise_and_(_ALL_BUT_SIGN)
+    keys <<= 32
+    keys |= torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    return keys
