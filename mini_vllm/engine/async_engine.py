@@ -4,13 +4,13 @@ Where it stands: between the HTTP server (or any asyncio program) and `LLMEngine
 that touches the engine; callers hand work in through an inbox and take outputs from a stream of their own.
 
     caller's loop                      tokenizer threads            the engine's thread
-    generate(...)  -- make_request --> checks, tokenises
-                   -- inbox ------------------------------------->  additions and aborts
+    make_request(...) ---------------> checks, tokenises
+    run(requests)  -- inbox ------------------------------------->  additions and aborts
                                                                     step
-    async for  <---- stream (one pending output) ----------------   outputs
+    async for  <---- stream (one pending output a request) ------   outputs
 
 What always holds:
-- A stream holds at most one output. If its reader is slow the next outputs are merged into it: deltas are joined, so
+- A stream holds at most one output of each of its requests. If its reader is slow the next outputs are merged into it: deltas are joined, so
   nothing is lost, memory is bounded by the answer's length, and nobody else waits.
 - Leaving the `async for` in any way (done, break, cancelled task) ends the request in the engine.
 - When the engine's thread dies every waiter gets `EngineDeadError` with the cause, and so does every later call.
@@ -25,10 +25,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from mini_vllm.engine.input_processor import Prompt
 from mini_vllm.engine.llm_engine import EngineStats, LLMEngine
@@ -39,6 +40,8 @@ from mini_vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 
 class AsyncLLMEngine:
     """Serves many asyncio tasks from one engine.
@@ -46,10 +49,19 @@ class AsyncLLMEngine:
     Args:
         engine: an engine that nobody else uses from now on.
         tokenizer_threads: threads that check and tokenise requests.
+        on_outputs: called in the engine's thread with the outputs of each step, before their readers get them. It must
+            be quick.
     """
 
-    def __init__(self, engine: LLMEngine, *, tokenizer_threads: int = 2) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        *,
+        tokenizer_threads: int = 2,
+        on_outputs: Callable[[Sequence[RequestOutput]], None] | None = None,
+    ) -> None:
         self.engine = engine
+        self._on_outputs = on_outputs
         self._tokenizers = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="mini-vllm-tokenizer")
         self._changed = threading.Condition()  # guards the four fields below
         self._additions: deque[tuple[Request, _Stream]] = deque()
@@ -57,6 +69,7 @@ class AsyncLLMEngine:
         self._stopping = False
         self._death: EngineDeadError | None = None
         self._streams: dict[str, _Stream] = {}  # only the engine's thread touches it
+        self._open: set[_Stream] = set()  # those with a reader
         self._step_started: float | None = None
         self._stats = engine.stats
         self._thread = threading.Thread(target=self._run, name="mini-vllm-engine", daemon=True)
@@ -81,9 +94,35 @@ class AsyncLLMEngine:
             EngineDeadError: the engine has stopped, before or meanwhile.
         """
         self.check_health()
-        loop = asyncio.get_running_loop()
-        request = await loop.run_in_executor(
-            self._tokenizers,
+        request = await self.make_request(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            template_options=template_options,
+        )
+        async with aclosing(self.run([request])) as arrivals:
+            async for outputs in arrivals:
+                for output in outputs:
+                    yield output
+
+    async def make_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Check and tokenise, away from the event loop. Nothing is computed before `run`.
+
+        Raises:
+            InvalidRequestError: the request is refused.
+        """
+        return await self.in_tokenizer_thread(
             lambda: self.engine.make_request(
                 prompt,
                 sampling_params,
@@ -91,25 +130,58 @@ class AsyncLLMEngine:
                 priority=priority,
                 cache_salt=cache_salt,
                 template_options=template_options,
-            ),
+            )
         )
-        stream = _Stream(loop)
-        self._hand_in(request, stream)
-        finished = False
+
+    async def in_tokenizer_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Run something that takes long on long texts, and touches no state, away from the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizers, work)
+
+    async def run(
+        self, requests: Sequence[Request], *, only_final: bool = False, patience: float | None = None
+    ) -> AsyncGenerator[list[RequestOutput], None]:
+        """Compute requests that belong together; all of them end when the caller leaves.
+
+        Args:
+            requests: from `make_request`.
+            only_final: wait for the final outputs; whoever shows nothing before the end is not woken at each token.
+            patience: after so many seconds without an output, give an empty list.
+
+        Raises:
+            EngineDeadError: the engine has stopped, before or meanwhile.
+        """
+        live = {request.request_id for request in requests}
+        stream = _Stream(asyncio.get_running_loop(), frozenset(live), only_final=only_final)
+        self._hand_in(requests, stream)
         try:
-            while not finished:
-                output = await stream.take()
-                finished = output.finished
-                yield output
+            while live:
+                outputs = await stream.take(patience)
+                live.difference_update(output.request_id for output in outputs if output.finished)
+                yield outputs
         finally:
-            if not finished:
-                self.abort(request.request_id)
+            self._open.discard(stream)
+            for request_id in live:
+                self.abort(request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request before the engine's next step. An unknown id is ignored."""
         with self._changed:
             self._aborts.append(request_id)
             self._changed.notify()
+
+    def abort_all(self) -> None:
+        """End every request. Who still reads gets a final output with finish reason `abort`."""
+        for stream in list(self._open):
+            for request_id in stream.request_ids:
+                self.abort(request_id)
+
+    def give_up(self, death: EngineDeadError) -> None:
+        """Fail everyone who waits, now and later, without the engine's thread, which may hang."""
+        with self._changed:
+            self._death = death
+            self._stopping = True
+            self._changed.notify()
+        self._fail(self._open, death)
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine has stopped."""
@@ -118,8 +190,9 @@ class AsyncLLMEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Figures as of the end of the last step, or of the last change while idle."""
-        return self._stats
+        """Figures as of the end of the last step, or of the last change while idle; requests just handed in wait."""
+        handed_in = len(self._additions)
+        return replace(self._stats, num_waiting=self._stats.num_waiting + handed_in) if handed_in else self._stats
 
     @property
     def seconds_in_step(self) -> float:
@@ -149,6 +222,8 @@ class AsyncLLMEngine:
                 outputs = self.engine.step()
                 self._step_started = None
                 self._stats = self.engine.stats
+                if self._on_outputs is not None:
+                    self._on_outputs(outputs)
                 self._deliver(outputs)
         except BaseException as error:
             logger.exception("the engine's thread has died")
@@ -169,6 +244,8 @@ class AsyncLLMEngine:
         for request, stream in additions:
             self._streams[request.request_id] = stream
             self.engine.enqueue(request)
+        if additions:
+            self._stats = self.engine.stats
         for request_id in aborts:
             self.engine.abort_request(request_id)
         return True
@@ -185,41 +262,57 @@ class AsyncLLMEngine:
         for loop, streams in woken.items():
             _call_in(loop, streams)
 
-    def _hand_in(self, request: Request, stream: _Stream) -> None:
+    def _hand_in(self, requests: Sequence[Request], stream: _Stream) -> None:
         with self._changed:
             if self._death is not None:
                 raise self._death
-            self._additions.append((request, stream))
+            self._open.add(stream)
+            self._additions.extend((request, stream) for request in requests)
             self._changed.notify()
 
     def _die(self, death: EngineDeadError) -> None:
         with self._changed:
-            self._death = death
-            waiting = [*self._streams.values(), *(stream for _, stream in self._additions)]
+            self._death = self._death or death
             self._additions.clear()
         self._streams.clear()
-        for stream in waiting:
+        self._fail(self._open, death)
+        self.engine.shutdown()
+
+    @staticmethod
+    def _fail(streams: Collection[_Stream], death: EngineDeadError) -> None:
+        for stream in list(streams):
             stream.fail(death)
             _call_in(stream.loop, [stream])
-        self.engine.shutdown()
 
 
 class _Stream:
-    """The way of one request's outputs from the engine's thread to one reader."""
+    """The way of the outputs of one reader's requests from the engine's thread to the reader.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        loop: the reader's.
+        request_ids: of the requests whose outputs come here.
+        only_final: drop all outputs but the final ones.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, request_ids: frozenset[str], *, only_final: bool) -> None:
         self.loop = loop
+        self.request_ids = request_ids
+        self._only_final = only_final
         self._arrived = asyncio.Event()
         self._lock = threading.Lock()
-        self._pending: RequestOutput | None = None
+        self._pending: dict[str, RequestOutput] = {}
         self._failure: EngineDeadError | None = None
+        self._is_out_of_patience = False
 
     def put(self, output: RequestOutput) -> bool:
         """Leave an output for the reader; merge it if the last one is still there. True if it must be woken."""
+        if self._only_final and not output.finished:
+            return False
         with self._lock:
-            is_new = self._pending is None
-            self._pending = output if self._pending is None else merge_outputs(self._pending, output)
-            return is_new
+            is_first = not self._pending
+            earlier = self._pending.get(output.request_id)
+            self._pending[output.request_id] = output if earlier is None else merge_outputs(earlier, output)
+            return is_first
 
     def fail(self, failure: EngineDeadError) -> None:
         with self._lock:
@@ -229,17 +322,36 @@ class _Stream:
         """Runs in the reader's loop."""
         self._arrived.set()
 
-    async def take(self) -> RequestOutput:
-        """The next output. What came before a failure is delivered first."""
-        while True:
-            with self._lock:
-                output, self._pending = self._pending, None
-                if output is not None:
-                    return output
-                if self._failure is not None:
-                    raise self._failure
-                self._arrived.clear()
-            await self._arrived.wait()
+    async def take(self, patience: float | None) -> list[RequestOutput]:
+        """What has arrived since the last call; waits for it, but no longer than `patience` seconds.
+
+        What came before a failure is delivered first.
+        """
+        outputs = self._collect()
+        if outputs:
+            return outputs
+        self._is_out_of_patience = False
+        timer = None if patience is None else self.loop.call_later(patience, self._lose_patience)
+        try:
+            while not outputs and not self._is_out_of_patience:
+                await self._arrived.wait()
+                outputs = self._collect()
+            return outputs
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _lose_patience(self) -> None:
+        self._is_out_of_patience = True
+        self._arrived.set()
+
+    def _collect(self) -> list[RequestOutput]:
+        with self._lock:
+            outputs, self._pending = list(self._pending.values()), {}
+            if not outputs and self._failure is not None:
+                raise self._failure
+            self._arrived.clear()
+            return outputs
 
 
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
