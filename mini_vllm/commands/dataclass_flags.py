@@ -153,7 +153,8 @@ def field_texts(kind: type[Any]) -> dict[str, str]:
     """
     section = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
     texts: dict[str, str] = {}
-    for entry in re.split(r"\n {4}(?=\S)", "\n" + section.split("\n\n")[0]):
+    _, *entries = re.split(r"\n {4}(?=\S)", "\n" + section.split("\n\n")[0])
+    for entry in entries:
         names, _, text = entry.partition(": ")
         texts.update((name, " ".join(text.split())) for name in names.split(", "))
     return texts

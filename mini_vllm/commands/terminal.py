@@ -70,7 +70,6 @@ def open_terminal(*, verbose: bool, quiet: bool) -> Terminal:
     logger = logging.getLogger("mini_vllm")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    logger.propagate = False
     return Terminal(shows_notes=verbose or (sys.stdout.isatty() and not quiet), has_colour=sys.stderr.isatty())
 
 
