@@ -23,7 +23,7 @@ from mini_vllm.outputs import FinishReason
 from mini_vllm.sampling_params import SamplingParams
 
 SMALLEST_GAP = 1e-3
-MAX_TOKENS = 20
+MAX_TOKENS = 14
 # Lengths around the block sizes below, two that share a beginning of several blocks, and two that are equal.
 PROMPTS = [
     list(b"The quick brown fox jumps over the lazy dog"),
@@ -33,7 +33,7 @@ PROMPTS = [
     list(range(40, 55)),
     list(range(40, 56)),
     list(range(40, 57)),
-    list(b"a much longer text that goes on " * 4),
+    list(b"a much longer text that goes on " * 2),
 ]
 
 CACHES = [
