@@ -288,6 +288,17 @@ def test_blocks_without_known_content_are_handed_out_before_cached_ones() -> Non
     assert manager.cached_prefix(BlockTable(), text(0, 9)) == [0, 1]
 
 
+def test_a_block_that_is_freed_without_known_content_is_the_next_to_be_handed_out() -> None:
+    manager = make_manager(num_blocks=4, block_size=4)
+    unfinished = admit(manager, [7, 7, 7])  # block 0, not full
+    manager.free(admit(manager, text(0, 12)))  # blocks 1, 2, 3 are cached and free
+    manager.free(unfinished)
+    table = BlockTable()
+    manager.allocate(table, 1)
+    assert table.blocks == [0]
+    assert manager.cached_prefix(BlockTable(), text(0, 13)) == [1, 2, 3]
+
+
 def test_the_tail_of_a_cached_text_is_evicted_before_its_beginning() -> None:
     manager, tokens = make_manager(num_blocks=3, block_size=4), text(0, 12)
     manager.free(admit(manager, tokens))

@@ -346,16 +346,15 @@ def test_a_preempted_sequence_keeps_its_tokens_and_nothing_else() -> None:
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
-    engine = tight_engine()
+    engine = tight_engine(policy="priority")
     engine.add("a", A[:3], max_tokens=5)
-    engine.add("b", B[:3], max_tokens=5)
+    engine.add("b", B[:3], max_tokens=5, priority=1)
     engine.step()
     engine.step()
-    engine.add("c", C[:1], max_tokens=1)  # one block is free after the preemption, and it would be enough
-    engine.step()
-    admitted = [event.request_id for event in engine.events if isinstance(event, events.Admitted)]
-    preempted = [event.request_id for event in engine.events if isinstance(event, events.Preempted)]
-    assert (admitted, preempted) == (["a", "b"], ["b"])
+    engine.add("c", C[:1], max_tokens=1, priority=-1)
+    assert engine.step() == ["a[4:5]"]  # b is preempted and leaves a block over, which would be enough for c
+    assert engine.blocks.num_free_blocks == 1
+    assert engine.step() == ["a[5:6]", "c[0:1]"]
 
 
 def test_a_preempted_sequence_comes_back_before_those_that_arrived_after_it() -> None:
