@@ -155,11 +155,15 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(started: Call
     async def scenario() -> None:
         model = GatedModel()
         engine = started(model, max_num_seqs=1)
-        first = asyncio.create_task(collect(engine, "first"))
+        first = asyncio.create_task(collect(engine, "first", SamplingParams(temperature=0, max_tokens=200)))
         await until(lambda: engine.seconds_in_step > 0)
         second = asyncio.create_task(collect(engine, "second"))
-        model.gate.release()
-        await until(lambda: engine.engine.scheduler.num_waiting == 1)
+
+        def second_waits() -> bool:
+            model.gate.release()  # one more step, in which the second request may arrive
+            return engine.engine.scheduler.num_waiting == 1
+
+        await until(second_waits)
         second.cancel()
         await asyncio.wait([second])
         model.open()

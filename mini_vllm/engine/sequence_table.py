@@ -61,7 +61,7 @@ class SequenceTable:
         self.token_ids[row, : sequence.num_tokens] = sequence.token_ids
         self.num_prompt_tokens[row] = sequence.num_prompt_tokens
         self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
+        self.top_k[row] = params.top_k or 0
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.repetition_penalty[row] = params.repetition_penalty
