@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The pins are those of Python 3.11; another Python takes what pyproject.toml's ranges give it.
 PINS := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.version_info[:2] == (3, 11) else "")')
 
-.PHONY: demo test lint clean
+.PHONY: demo serve test lint clean
 
 # The package alone: what a user needs.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,6 +21,9 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
+
+serve: $(VENV)/.installed
+	$(BIN)/mini-vllm serve
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check mini_vllm tests examples

@@ -28,6 +28,7 @@ from mini_vllm.commands.explain import explain
 from mini_vllm.commands.generate import generate
 from mini_vllm.commands.models import models
 from mini_vllm.commands.pull import pull
+from mini_vllm.commands.serve import serve
 from mini_vllm.commands.terminal import print_error, use_utf8
 from mini_vllm.errors import InvalidConfigError, InvalidRequestError, MiniVLLMError, ModelNotFoundError
 
@@ -42,6 +43,8 @@ app = typer.Typer(
 )
 for command in (generate, chat, explain, pull, models, doctor):
     app.command()(command)
+# A server is often started by a program: every flag can come from the environment, MINI_VLLM_PORT and so on.
+app.command(context_settings={"auto_envvar_prefix": "MINI_VLLM"})(serve)
 
 
 def _show_version(is_asked_for: bool) -> None:

@@ -14,6 +14,9 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+# The error of a request whose own masks exclude every token; all other errors are not the user's.
+NO_TOKEN_LEFT = "allowed tokens, bad words, min_tokens and logit_bias together leave no token to choose"
+
 
 class FinishReason(str, enum.Enum):
     """Why a generation ended. Compares equal to its plain string."""

@@ -1,6 +1,6 @@
 """The commands of `mini-vllm`, one file a command; `mini_vllm/cli.py` puts them together.
 
-    generate.py   chat.py   pull.py   models.py   doctor.py
+    generate.py   chat.py   serve.py   pull.py   models.py   doctor.py   explain.py
 
 and what they share:
 

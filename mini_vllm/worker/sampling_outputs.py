@@ -12,10 +12,9 @@ from torch import Tensor
 from mini_vllm.engine.scheduled_batch import SampledToken, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.sampler import LogprobsOutput, SamplerOutput
-from mini_vllm.outputs import TokenLogprobs
+from mini_vllm.outputs import NO_TOKEN_LEFT, TokenLogprobs
 
 BROKEN = "the model's logits are not finite (NaN or infinite); the request cannot be continued"
-NO_TOKEN = "allowed tokens, bad words, min_tokens and logit_bias together leave no token to choose"
 
 
 def collect_tokens(batch: ScheduledBatch, table: SequenceTable, output: SamplerOutput) -> list[SampledToken]:
@@ -31,7 +30,7 @@ def collect_tokens(batch: ScheduledBatch, table: SequenceTable, output: SamplerO
         SampledToken(
             token_id=token_id,
             logprobs=logprobs[index],
-            error=BROKEN if is_broken[index] else NO_TOKEN if has_no_token[index] else None,
+            error=BROKEN if is_broken[index] else NO_TOKEN_LEFT if has_no_token[index] else None,
         )
         for index, token_id in enumerate(token_ids)
     ]

@@ -1,0 +1,313 @@
+"""What requests look like: OpenAI's fields and vLLM's extensions, as Pydantic models.
+
+Where it stands: FastAPI fills these from JSON bodies; `completions.py`, `chat.py` and the others read them. What
+answers look like is in `responses.py`.
+
+What always holds:
+- Types are strict: "0.5", true or NaN where a number belongs is a 400. Ranges are the business of `SamplingParams`.
+- null is the same as leaving a field out.
+- A field that is known but not supported is a 400, unless it has the value that changes nothing. A field that nobody
+  knows is named in the log and ignored.
+
+To support one more of OpenAI's fields: declare it here, and take it out of `_NOT_SUPPORTED`.
+
+In vLLM: `vllm/entrypoints/openai/*/protocol.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from mini_vllm.api.errors import shown
+from mini_vllm.errors import InvalidRequestError
+from mini_vllm.sampling_params import MAX_LOGPROBS, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 2048  # in one request
+PromptItem: TypeAlias = str | list[int]
+
+_WITHOUT_EFFECT = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+# Known fields and, of each, the values that ask for nothing.
+_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "truncate_prompt_tokens": (),
+    "logits_processors": ([],),
+    "chat_template": (),
+    "documents": ([],),
+}
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def _prompts(value: Any) -> list[PromptItem]:
+    """A string, strings, token ids, or lists of token ids: always as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of those")
+    if not value:
+        raise ValueError("is an empty list; it must hold at least one prompt")
+    if _is_token_id(value[0]):
+        return [_token_ids(value)]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(value)} prompts; at most {MAX_PROMPTS} go into one request")
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) for item in value):
+        return [_token_ids(item) for item in value]
+    raise ValueError("must hold only strings, only token ids, or only lists of token ids")
+
+
+def _token_ids(value: list[Any]) -> list[int]:
+    for item in value:
+        if not _is_token_id(item):
+            raise ValueError(f"must hold whole numbers as token ids; one is {shown(item)}")
+    return value
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _not_empty(value: list[Any]) -> list[Any]:
+    if not value:
+        raise ValueError("is an empty list; it must hold at least one message")
+    return value
+
+
+_TEXTS_OR_IDS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}, "minItems": 1},
+    ],
+    "examples": ["The capital of France is"],
+}
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string", "minLength": 1},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {}}, {"type": "null"}]},
+        },
+    },
+    "examples": [[{"role": "user", "content": "What is the capital of Japan?"}]],
+}
+Prompts = Annotated[list[PromptItem], PlainValidator(_prompts), WithJsonSchema(_TEXTS_OR_IDS)]
+Messages = Annotated[list[dict[str, Any]], AfterValidator(_not_empty), WithJsonSchema(_MESSAGES)]
+
+
+class Body(BaseModel):
+    """The base of all request bodies."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = Field(None, description="The name that /v1/models lists; the only one there is if left out.")
+
+    def check_other_fields(self) -> None:
+        """Refuse what is known and not supported; name in the log what is not known.
+
+        Raises:
+            InvalidRequestError: with the field in `param`.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in _WITHOUT_EFFECT:
+                continue
+            neutral = _NOT_SUPPORTED.get(name)
+            if neutral is None:
+                logger.warning("ignoring the unknown request field %s", shown(name))
+            elif not any(value == one and type(value) is type(one) for one in neutral):
+                raise InvalidRequestError(f"{name} is not supported here; leave it out", param=name)
+
+
+class StreamOptions(BaseModel):
+    """What a stream shows beside the text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = Field(None, description="A last event with the token counts.")
+    continuous_usage_stats: bool | None = Field(None, description="Token counts in every event.")
+
+
+class GenerationBody(Body):
+    """What all requests for text have in common; fields of `SamplingParams` have its names."""
+
+    n: int | None = Field(None, description="How many answers to each prompt.")
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="Show the token ids of prompt and answer.")
+    cache_salt: str | None = Field(None, description="Share the prefix cache only with requests of the same salt.")
+    priority: int | None = Field(None, description="Smaller goes first, under --policy priority.")
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """What was given, of the fields that SamplingParams has."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def check_other_fields(self) -> None:
+        super().check_other_fields()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options need stream=true", param="stream_options")
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts
+    echo: bool | None = Field(None, description="Put the prompt before the answer.")
+    logprobs: int | None = Field(None, description=f"Log-probabilities and so many alternatives, 0 to {MAX_LOGPROBS}.")
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}
+    )
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError, with the field in `param`."""
+        fields = self.sampling_fields()
+        if self.echo and self.prompt_logprobs is None and (self.logprobs is not None or self.max_tokens == 0):
+            fields["prompt_logprobs"] = self.logprobs or 0  # echo shows the prompt's own; 0 tokens are allowed with it
+        return SamplingParams.from_fields(fields)
+
+
+class ChatOptions(Body):
+    """How messages become a prompt."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = Field(None, description="End the prompt with what begins an answer.")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+
+    def template_options(self) -> dict[str, Any]:
+        """Arguments of `ChatTemplate.render`."""
+        goes_on = bool(self.continue_final_message)
+        starts = (not goes_on) if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "add_generation_prompt": starts,
+            "continue_final_message": goes_on,
+            "template_kwargs": self.chat_template_kwargs,
+        }
+
+
+class ChatBody(ChatOptions, GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens.")
+    top_logprobs: int | None = Field(None, description=f"With logprobs: so many alternatives, 0 to {MAX_LOGPROBS}.")
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"messages": [{"role": "user", "content": "What is the capital of Japan?"}], "max_tokens": 64}
+        }
+    )
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError, with the field in `param`."""
+        fields = self.sampling_fields()
+        fields.pop("logprobs", None)
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"top_logprobs must be from 0 to {MAX_LOGPROBS}; got {shown(self.top_logprobs)}", param="top_logprobs"
+            )
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InvalidRequestError("top_logprobs need logprobs=true", param="top_logprobs")
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = self.max_completion_tokens
+        return SamplingParams.from_fields(fields)
+
+
+class GenerateBody(GenerationBody):
+    """`POST /generate`: a prompt and how to go on, nothing else."""
+
+    prompt: Prompts
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "Explain KV cache.", "max_tokens": 128, "temperature": 0.8}}
+    )
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError, with the field in `param`."""
+        return SamplingParams.from_fields(self.sampling_fields())
+
+
+class TokenizeTextBody(Body):
+    """`POST /tokenize` of a text."""
+
+    prompt: str
+    add_special_tokens: bool | None = Field(
+        None, description="Add what the tokenizer adds, such as BOS; true if left out."
+    )
+    return_token_strs: bool | None = Field(None, description="Also give each token's text.")
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
+
+
+class TokenizeChatBody(ChatOptions):
+    """`POST /tokenize` of messages, as the chat endpoint would see them."""
+
+    add_special_tokens: bool | None = Field(None, description="Add BOS to what the template gives; false if left out.")
+    return_token_strs: bool | None = Field(None, description="Also give each token's text.")
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
