@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# One thread a process: tiny models gain nothing from more, and on a busy machine threads that wait for each other at
+# every small operator make a test many times slower. Set before torch is loaded, and inherited by child processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from mini_vllm.config import DEFAULT_MODEL
 from mini_vllm.store.model_store import ModelFiles, resolve_model
