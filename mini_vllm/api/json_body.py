@@ -29,15 +29,21 @@ def parse_json(body: bytes) -> Any:
         HTTPException: with status 400.
     """
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
+        value = json.loads(body, parse_constant=NotJson)
         return _without_lone_surrogates(value) if _MAY_HOLD_SURROGATE.search(body) else value
     except (ValueError, RecursionError) as error:  # bytes that are no text, numbers of thousands of digits, nesting
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise HTTPException(400, f"the body is not valid JSON: {reason}") from error
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+class NotJson:
+    """Stands for NaN or Infinity in a body. It is of no type that a field has, so that the field's error names it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
 
 
 def _without_lone_surrogates(value: Any) -> Any:

@@ -74,6 +74,7 @@ class InputProcessor:
         self._clock = clock
         self._max_model_len = config.max_model_len
         self._max_num_seqs = config.max_num_seqs
+        self._max_text_length = self._max_model_len * tokenizer.longest_token_length()
         self._seeds: random.Random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._arrivals = itertools.count()
 
@@ -125,17 +126,28 @@ class InputProcessor:
 
     def _tokenize(self, prompt: Prompt, template_options: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
+            self._check_text_length(prompt, "prompt")
             token_ids = self._tokenizer.encode(prompt)
             if not token_ids:
                 raise InvalidRequestError("prompt is empty; it must give at least one token", param="prompt")
         elif is_chat(prompt):
             text = self._chat_template.render(cast("Sequence[Mapping[str, Any]]", prompt), **template_options)
+            self._check_text_length(text, "messages")
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
             if not token_ids:
                 raise InvalidRequestError("messages give an empty prompt under this chat template", param="messages")
         else:
             token_ids = _checked_token_ids(prompt)
         return self._within_vocabulary(token_ids)
+
+    def _check_text_length(self, text: str, param: str) -> None:
+        """Refuse a text that cannot fit whatever its tokens are, since tokenising megabytes takes seconds."""
+        if len(text) > self._max_text_length:
+            raise InvalidRequestError(
+                f"the prompt has {len(text)} characters; a context of {self._max_model_len} tokens holds "
+                f"{self._max_text_length} at most, even if every token were the longest one of the vocabulary",
+                param=param,
+            )
 
     def _within_vocabulary(self, token_ids: list[int]) -> list[int]:
         size = self._facts.vocab_size

@@ -114,6 +114,10 @@ class Tokenizer:
         """The token's own bytes as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def longest_token_length(self) -> int:
+        """Characters of text that one token stands for at most."""
+        return max(map(len, self._backend.get_vocab()))
+
     def special_token_id(self, text: str) -> int | None:
         """The id of the special token whose text this is, or None (so a stop string can become a stop id)."""
         token_id = self._added_tokens.get(text)
