@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,6 +150,21 @@ def test_copied_blocks_hold_the_same_keys_and_values() -> None:
 def test_block_bytes_counts_keys_and_values_of_all_layers() -> None:
     backend = make_backend("auto", "paged", 16, torch.bfloat16, CPU)
     assert backend.block_bytes([LAYERS[0], LAYERS[1]]) == 2 * 16 * 2 * (4 * 8 + 2 * 8)
+
+
+def test_a_pool_takes_memory_only_where_it_is_written() -> None:
+    """Two gigabytes are allocated; the process must not grow by a tenth of that."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("resident memory is read from /proc")
+
+    def resident_bytes() -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS")) * 1024
+
+    before = resident_bytes()
+    backend = make_backend("reference", "paged", 16, torch.bfloat16, CPU)
+    backend.allocate([LAYERS[0]] * 4, 2**31 // backend.block_bytes([LAYERS[0]] * 4))
+    assert resident_bytes() - before < 2**31 // 10
 
 
 @pytest.mark.parametrize(("name", "cache"), [("nonsense", "paged"), ("contiguous", "paged"), ("reference", "none")])

@@ -15,8 +15,10 @@ In vLLM: the KV cache tensors that `vllm/v1/worker/gpu_model_runner.py` allocate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,10 +46,8 @@ class PagedKVCache:
         self.block_size = block_size
         self.null_slot = num_blocks * block_size
         shapes = [(num_blocks + 1, block_size, heads, width) for heads, width in head_shapes]
-        # Zeros, not `empty`: the operating system hands out zeroed pages only when they are touched, so it costs
-        # nothing.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.keys = [_zeros(shape, dtype, device) for shape in shapes]
+        self.values = [_zeros(shape, dtype, device) for shape in shapes]
 
     def write(self, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
         """Store new keys and values.
@@ -73,3 +73,15 @@ class PagedKVCache:
     def block_bytes(head_shapes: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block: keys and values, all layers."""
         return sum(2 * block_size * heads * width * dtype.itemsize for heads, width in head_shapes)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros that, on the CPU, takes memory only where it is written to.
+
+    `torch.zeros` writes every byte, which for a pool of gigabytes takes seconds and all of the memory at once. NumPy
+    asks the operating system for zeroed pages, which it hands out one by one as they are touched.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
