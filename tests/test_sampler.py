@@ -146,6 +146,14 @@ def test_temperature_comes_before_truncation(monkeypatch: pytest.MonkeyPatch) ->
     assert survivors(logits, monkeypatch, temperature=2.0, min_p=0.4) == {0, 1, 2, 3}
 
 
+def test_top_p_of_a_neighbour_drops_no_token_of_a_draw_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token 1 has so little mass (e^-50) that adding it changes no sum; only a top_p below 1 may drop it."""
+    monkeypatch.setattr(
+        sampling_draw, "gumbel_noise", lambda seeds, samples, positions, token_ids: (token_ids == 1).float() * 1e9
+    )
+    assert tokens([0.0, -50.0, -60.0], OneDraw(top_k=2), OneDraw(top_k=2, top_p=0.999)) == [1, 0]
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.01, 3.0])
 @pytest.mark.parametrize("top_p", [0.31, 0.9, 0.9999999])
 def test_a_nucleus_of_more_than_the_first_candidates_is_found(
@@ -376,6 +384,12 @@ def test_more_alternatives_than_tokens_gives_all_tokens() -> None:
     output = run([0.0, 2.0, 1.0], OneDraw(temperature=0, num_logprobs=20))
     assert output.top_token_ids is not None
     assert output.top_token_ids.tolist() == [[1, 2, 0]]
+
+
+def test_equal_alternatives_stand_in_the_order_of_their_ids() -> None:
+    output = run(torch.arange(3.0).repeat(100), OneDraw(temperature=0, num_logprobs=20))
+    assert output.top_token_ids is not None
+    assert output.top_token_ids.tolist() == [list(range(2, 62, 3))]
 
 
 @pytest.mark.parametrize("piece", [1, 150, 10**6])
