@@ -11,6 +11,7 @@ In vLLM: `vllm/outputs.py`.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -98,6 +99,7 @@ class CompletionOutput:
     _read_token_ids: Callable[[], list[int]] = field(repr=False, compare=False)
     _read_logprobs: Callable[[], list[TokenLogprobs] | None] = field(repr=False, compare=False)
     _read_token_texts: Callable[[], list[str] | None] = field(repr=False, compare=False)
+    _read_token_times: Callable[[], list[float]] = field(repr=False, compare=False)
 
     @property
     def text(self) -> str:
@@ -113,6 +115,17 @@ class CompletionOutput:
     def logprobs(self) -> list[TokenLogprobs] | None:
         """One entry an output token, None unless asked for. Built when read."""
         return self._read_logprobs()
+
+    @property
+    def token_times(self) -> list[float]:
+        """When each output token was there, in seconds on the engine's clock. Built when read."""
+        return self._read_token_times()
+
+    @property
+    def inter_token_times(self) -> list[float]:
+        """Seconds between each output token and the one before it: one entry fewer than there are tokens."""
+        times = self._read_token_times()
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     @property
     def token_texts(self) -> list[str] | None:

@@ -13,11 +13,13 @@ from engine_doubles import (
     assert_quiet,
     byte_tokenizer,
     make_engine,
+    parts_for,
     run_to_end,
     says,
     tiny_transformer,
 )
 
+from mini_vllm.config import EngineConfig
 from mini_vllm.engine.llm import LLM
 from mini_vllm.engine.llm_engine import LLMEngine
 from mini_vllm.errors import InvalidConfigError, InvalidRequestError
@@ -287,6 +289,32 @@ def test_the_prompt_of_n_is_computed_once() -> None:
     run_to_end(engine)
     assert model.num_computed_tokens == 10 + 4 * 4
     assert model.num_logits_rows == 1 + 4 * 4
+
+
+# ---- times --------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_those_of_the_steps() -> None:
+    """A clock that only the model moves: every step takes as long as it computes tokens."""
+    now = [100.0]
+
+    class Timed(ScriptedModel):
+        def __call__(self, input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+            now[0] += len(input_ids)
+            return super().__call__(input_ids, *args)
+
+    config = EngineConfig(num_kv_blocks=64, max_num_batched_tokens=4, max_num_seqs=1)
+    parts = parts_for(Timed(lambda token, position: {97: 9.0}), config)
+    engine = LLMEngine(config=config, parts=parts, clock=lambda: now[0])
+    first = engine.add_request("0123456789", max_tokens=3, temperature=0)  # prefilled in steps of 4, 4 and 2
+    second = engine.add_request("ab", max_tokens=2, temperature=0)
+    outputs = run_to_end(engine)
+    metrics, choice = outputs[first][-1].metrics, outputs[first][-1].outputs[0]
+    assert (metrics.queue_time, metrics.time_to_first_token, metrics.finished_time) == (0, 10, 112)
+    assert (choice.token_times, choice.inter_token_times) == ([110, 111, 112], [1, 1])
+    metrics, choice = outputs[second][-1].metrics, outputs[second][-1].outputs[0]
+    assert (metrics.arrival_time, metrics.queue_time, metrics.time_to_first_token) == (100, 12, 14)
+    assert (choice.token_times, metrics.last_token_time, metrics.finished_time) == ([114, 115], 115, 115)
 
 
 # ---- LLM ----------------------------------------------------------------------------------------------------------

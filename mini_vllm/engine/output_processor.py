@@ -38,6 +38,7 @@ class SequenceText:
         self._matcher = StopStringMatcher(self._params.stop or (), include_stop=self._params.include_stop_str_in_output)
         self.shown: list[str] = []
         self.token_texts: list[str] = []  # kept only where logprobs are asked for
+        self.token_times: list[float] = []  # seconds, one an output token
         self.num_reported_tokens = 0
         self.num_reported_pieces = 0
 
@@ -127,7 +128,7 @@ class OutputProcessor:
                 state.first_token_time = now if state.first_token_time is None else state.first_token_time
             if change.error is not None:
                 state.error = change.error
-            self._update_text(state, change)
+            self._update_text(state, change, now)
             if sequence.finish_reason is not None:
                 stopped.append(sequence)
         return [self._output(state, now) for state in moved.values()], stopped
@@ -140,9 +141,10 @@ class OutputProcessor:
                 self._text_of(state, sequence).finish()
         return self._output(state, self._clock())
 
-    def _update_text(self, state: _RequestState, change: SequenceChange) -> None:
+    def _update_text(self, state: _RequestState, change: SequenceChange, now: float) -> None:
         sequence = change.sequence
         text = self._text_of(state, sequence)
+        text.token_times.extend([now] * change.num_new_tokens)
         ended_by_id = sequence.finish_reason is FinishReason.STOP
         stop = None
         for offset in range(-change.num_new_tokens, 0):
@@ -204,6 +206,7 @@ def _choice(sequence: Sequence, text: SequenceText) -> CompletionOutput:
         _read_text=partial(_joined, text.shown, num_pieces),
         _read_token_ids=partial(_tokens, sequence, num_tokens),
         _read_logprobs=partial(_first, sequence.logprobs if wants_logprobs else None, num_tokens),
+        _read_token_times=partial(_times, text.token_times, num_tokens),
         _read_token_texts=partial(_first, text.token_texts if wants_logprobs else None, num_tokens),
     )
     text.num_reported_tokens, text.num_reported_pieces = num_tokens, num_pieces
@@ -216,6 +219,10 @@ def _joined(pieces: list[str], count: int) -> str:
 
 def _tokens(sequence: Sequence, count: int) -> list[int]:
     return sequence.token_ids[sequence.num_prompt_tokens : sequence.num_prompt_tokens + count]
+
+
+def _times(times: list[float], count: int) -> list[float]:
+    return times[:count]
 
 
 def _first(items: list[_Item] | None, count: int) -> list[_Item] | None:
