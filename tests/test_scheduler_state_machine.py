@@ -207,11 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         group = rows[batch.sequences[min(failing)].row].group
         was_forked = group.is_forked
         self.failed.add(group.request.request_id)
-        # Running a step again asks of a policy that siblings stand side by side (see SchedulingPolicy.key).
-        is_interleaved = self.engine.config.policy == "scripted_executor:InterleavedSiblings"
-        executor = self.engine.executor
-        execute = executor.execute if is_interleaved else executor.execute_one_by_one
-        self.engine.commit(batch, execute(batch, failing=failing))
+        self.engine.commit(batch, self.engine.executor.execute_one_by_one(batch, failing=failing))
         if not was_forked:  # the prompt failed, so all choices have
             assert group.is_finished
             assert {sequence.finish_reason for sequence in group.sequences} == {FinishReason.ERROR}

@@ -240,6 +240,8 @@ class LLMEngine:
                 raise RuntimeError("the scheduler lets nobody run although nothing runs; this is a bug in it")
             return outputs
         try:
+            if batch.block_copies:
+                self._executor.copy_blocks(batch.block_copies)
             result = self._execute(batch)
         except BaseException:  # Ctrl-C: the blocks that this step was given hold nothing, so they go back
             self.scheduler.preempt_all()

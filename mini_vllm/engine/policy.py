@@ -21,12 +21,7 @@ class SchedulingPolicy(Protocol):
     """An order of sequences. The smallest key is admitted first and preempted last."""
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
-        """A sort key that never changes during a sequence's life and differs between any two sequences.
-
-        The siblings of a request must stand side by side in the order. Otherwise one could be preempted for the sake of
-        a stranger while a sibling before it waits for its copy of their common block, and a step that fails and is run
-        again would copy what the stranger wrote there.
-        """
+        """A sort key that never changes during a sequence's life and differs between any two sequences."""
         ...
 
 

@@ -81,7 +81,7 @@ class PromptLogprobsSpan:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The work of one step. `block_copies` come first."""
+    """The work of one step. `block_copies` are made first, and once, however often the rest is tried."""
 
     sequences: list[ScheduledSequence]
     draws: list[Draw]
@@ -144,7 +144,8 @@ class BatchPart:
 def split_batch(batch: ScheduledBatch) -> list[BatchPart]:
     """Cut a batch into its sequences, to find out which one makes it fail.
 
-    The block copies go with the first part alone: made again, they would undo what an earlier part has written.
+    The parts have no block copies. Those of the batch have been made, and made again they would undo what a part before
+    has written.
     """
     parts = []
     for index, sequence in enumerate(batch.sequences):
@@ -154,7 +155,7 @@ def split_batch(batch: ScheduledBatch) -> list[BatchPart]:
             sequences=[sequence],
             draws=[replace(batch.draws[place], sequence=0) for place in draws],
             prompt_logprobs=[replace(batch.prompt_logprobs[place], sequence=0) for place in spans],
-            block_copies=batch.block_copies if index == 0 else [],
+            block_copies=[],
         )
         parts.append(BatchPart(part, draws, spans))
     return parts

@@ -11,10 +11,12 @@ In vLLM: `vllm/v1/executor/abstract.py` and `vllm/v1/executor/uniproc_executor.p
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.scheduled_batch import ModelOutput, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
@@ -37,8 +39,12 @@ class Executor(Protocol):
         """Make the cache. `table` is the engine's; it is read at every step."""
         ...
 
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Make a step's block copies. Once a step, before `execute`."""
+        ...
+
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
-        """Run one step."""
+        """Run one step. After a failure it may be called again, for the whole batch or for parts of it."""
         ...
 
     def shutdown(self) -> None:
@@ -78,10 +84,16 @@ class InProcessExecutor:
         backend.allocate(self._model.layer_specs, plan.num_blocks)
         self._runner = ModelRunner(self._model, backend, table, self._device)
 
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self._ready_runner().copy_blocks(copies)
+
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
+        return self._ready_runner().execute(batch)
+
+    def _ready_runner(self) -> ModelRunner:
         if self._runner is None:
             raise RuntimeError("the executor has no cache: allocate comes before execute, and nothing after shutdown")
-        return self._runner.execute(batch)
+        return self._runner
 
     def shutdown(self) -> None:
         self._runner = None

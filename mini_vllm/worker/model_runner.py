@@ -14,9 +14,12 @@ In vLLM: `vllm/v1/worker/gpu_model_runner.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.engine.scheduled_batch import ModelOutput, PromptLogprobsSpan, SampledToken, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.attention import AttentionBackend
@@ -49,10 +52,13 @@ class ModelRunner:
         self._device = device
 
     @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy on write: give sequences blocks of their own before they write to them."""
+        self._backend.copy_blocks(copies)
+
+    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
-        """Run one step. Its keys and values are in the cache afterwards; doing it twice gives the same."""
-        if batch.block_copies:
-            self._backend.copy_blocks(batch.block_copies)
+        """Run one step, its block copies made before. Doing it twice writes and gives the same."""
         inputs = build_model_inputs(batch, self._table, self._device)
         hidden = self._model(inputs.input_ids, inputs.positions, self._backend.begin(inputs.metadata))
         tokens = self._sample(batch, inputs, hidden)
