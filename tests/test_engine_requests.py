@@ -128,6 +128,15 @@ def test_generation_defaults_count_where_the_request_is_silent() -> None:
     assert {outputs[i][-1].outputs[0].text for i in explicit} == {"a", "b", "c"}
 
 
+def test_a_default_max_tokens_is_cut_to_the_room_and_an_explicit_one_is_refused() -> None:
+    engine = echo_engine(parts={"generation_defaults": {"max_tokens": 200}})
+    ids = [engine.add_request([1] * length, temperature=0) for length in (10, 250)]
+    outputs = run_to_end(engine)
+    assert [len(outputs[i][-1].outputs[0].token_ids) for i in ids] == [200, 6]
+    with pytest.raises(InvalidRequestError, match="at most 6"):
+        engine.add_request([1] * 250, max_tokens=200)
+
+
 # ---- abort --------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +211,21 @@ def test_nan_logits_fail_that_request_alone() -> None:
     assert [choice.finish_reason for choice in outputs[bad][-1].outputs] == [FinishReason.ERROR] * 2
     assert "NaN" in (outputs[bad][-1].error or "")
     assert outputs[good][-1].outputs[0].text == expected
+    assert_quiet(engine)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_prompt_logprobs_that_are_no_numbers_fail_that_request_alone(max_tokens: int) -> None:
+    def script(token: int, position: int) -> Any:
+        return torch.full((259,), torch.nan) if token == ord("!") else {97 + position % 26: 9.0}
+
+    engine = make_engine(ScriptedModel(script))
+    bad = engine.add_request("b!d", max_tokens=max_tokens, temperature=0, prompt_logprobs=1, n=2)
+    good = engine.add_request("good", max_tokens=max_tokens, temperature=0, prompt_logprobs=1)
+    outputs = run_to_end(engine)
+    assert [choice.finish_reason for choice in outputs[bad][-1].outputs] == [FinishReason.ERROR] * 2
+    assert outputs[bad][-1].prompt_logprobs == [None]
+    assert outputs[good][-1].outputs[0].finish_reason is FinishReason.LENGTH
     assert_quiet(engine)
 
 

@@ -10,8 +10,8 @@ that touches the engine; callers hand work in through an inbox and take outputs 
     async for  <---- stream (one pending output a request) ------   outputs
 
 What always holds:
-- A stream holds at most one output of each of its requests. If its reader is slow the next outputs are merged into it: deltas are joined, so
-  nothing is lost, memory is bounded by the answer's length, and nobody else waits.
+- A stream holds at most one output of each of its requests. If its reader is slow the next outputs are merged into it:
+  deltas are joined, so nothing is lost, memory is bounded by the answer's length, and nobody else waits.
 - Leaving the `async for` in any way (done, break, cancelled task) ends the request in the engine.
 - When the engine's thread dies every waiter gets `EngineDeadError` with the cause, and so does every later call.
 

@@ -97,6 +97,7 @@ class InputProcessor:
             InvalidRequestError: with the field at fault in `param`.
         """
         token_ids = self._tokenize(prompt, template_options or {})
+        asked_for = params.max_tokens
         params = params.resolve(self._facts.generation_defaults)
         params.check_vocabulary(self._facts.vocab_size)
         if params.n > self._max_num_seqs:
@@ -114,7 +115,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             seed=_signed_64_bit(self._seeds.getrandbits(64) if params.seed is None else params.seed),
-            max_tokens=self._max_tokens(len(token_ids), params, is_chat=is_chat(prompt)),
+            max_tokens=self._max_tokens(len(token_ids), asked_for, params, is_chat=is_chat(prompt)),
             stop_token_ids=stop_ids,
             stop_token_reasons=reasons,
             bad_words_token_ids=self._bad_words_token_ids(params),
@@ -158,18 +159,25 @@ class InputProcessor:
             )
         return token_ids
 
-    def _max_tokens(self, prompt_len: int, params: SamplingParams, *, is_chat: bool) -> int:
-        """The number of tokens this request may generate, which always fits the context."""
-        limit, wanted = self._max_model_len, params.max_tokens
+    def _max_tokens(self, prompt_len: int, asked_for: int | None, params: SamplingParams, *, is_chat: bool) -> int:
+        """The number of tokens this request may generate, which always fits the context.
+
+        Args:
+            asked_for: the request's own max_tokens. A default is cut to what is left; this is not: it is refused.
+        """
+        limit = self._max_model_len
         room = limit - prompt_len
-        if room < 0 or (room == 0 and wanted != 0):
+        if room < 0 or (room == 0 and asked_for != 0):
             raise InvalidRequestError(
                 f"the prompt has {prompt_len} tokens, and the context holds {limit}, prompt and answer together; "
                 f"shorten the prompt to {limit - 1} tokens or fewer",
                 param="messages" if is_chat else "prompt",
             )
-        if wanted is None:
-            wanted = room if is_chat else min(COMPLETION_MAX_TOKENS, room)
+        if asked_for is None:
+            default = params.max_tokens or (room if is_chat else COMPLETION_MAX_TOKENS)  # generation_config's, or ours
+            wanted = min(default, room)
+        else:
+            wanted = asked_for
         if wanted > room:
             raise InvalidRequestError(
                 f"max_tokens={wanted} and a prompt of {prompt_len} tokens go over the context of {limit} tokens; "

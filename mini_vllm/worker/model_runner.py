@@ -28,7 +28,7 @@ from mini_vllm.model.sampler import prompt_logprobs, sample
 from mini_vllm.outputs import TokenLogprobs
 from mini_vllm.worker.model_inputs import ModelInputs, build_model_inputs
 from mini_vllm.worker.sampling_inputs import build_sampling_batch
-from mini_vllm.worker.sampling_outputs import collect_logprobs, collect_tokens
+from mini_vllm.worker.sampling_outputs import collect_logprobs, collect_tokens, fail_broken_prompts
 
 PROMPT_LOGPROB_ROWS = 128  # logits made at a time: a long prompt never allocates length x vocabulary
 
@@ -63,7 +63,7 @@ class ModelRunner:
         hidden = self._model(inputs.input_ids, inputs.positions, self._backend.begin(inputs.metadata))
         tokens = self._sample(batch, inputs, hidden)
         prompt = [self._prompt_logprobs(batch, span, inputs, hidden) for span in batch.prompt_logprobs]
-        return ModelOutput(tokens, prompt)
+        return fail_broken_prompts(batch, ModelOutput(tokens, prompt))
 
     def _sample(self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Tensor) -> list[SampledToken]:
         if not batch.draws:

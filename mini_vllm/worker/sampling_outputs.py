@@ -7,9 +7,12 @@ In vLLM: `vllm/v1/outputs.py` (`LogprobsTensors.tolists`).
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from torch import Tensor
 
-from mini_vllm.engine.scheduled_batch import SampledToken, ScheduledBatch
+from mini_vllm.engine.scheduled_batch import ModelOutput, SampledToken, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.sampler import LogprobsOutput, SamplerOutput
 from mini_vllm.outputs import NO_TOKEN_LEFT, TokenLogprobs
@@ -52,3 +55,25 @@ def _entries(token_ids: list[int], values: LogprobsOutput, wanted: list[int]) ->
         else TokenLogprobs(token_id, logprobs[i], tuple(top_ids[i][:count]), tuple(top_values[i][:count]))
         for i, (token_id, count) in enumerate(zip(token_ids, wanted, strict=True))
     ]
+
+
+def fail_broken_prompts(batch: ScheduledBatch, output: ModelOutput) -> ModelOutput:
+    """The same output, but a sequence that has a prompt logprob which is no number fails as a whole."""
+    broken = {
+        span.sequence
+        for span, entries in zip(batch.prompt_logprobs, output.prompt_logprobs, strict=True)
+        if any(math.isnan(entry.logprob) for entry in entries)
+    }
+    if not broken:
+        return output
+    return ModelOutput(
+        tokens=[
+            replace(token, error=BROKEN) if draw.sequence in broken else token
+            for draw, token in zip(batch.draws, output.tokens, strict=True)
+        ],
+        prompt_logprobs=[
+            [] if span.sequence in broken else entries
+            for span, entries in zip(batch.prompt_logprobs, output.prompt_logprobs, strict=True)
+        ],
+        errors=dict.fromkeys(broken, BROKEN),
+    )
