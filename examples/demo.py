@@ -13,12 +13,13 @@ from mini_vllm import LLMEngine, RequestOutput
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # the engine tells what it loads and what it uses
-    engine = LLMEngine(model="smollm2-135m-instruct", max_num_seqs=1)
+    engine = LLMEngine(model="smollm2-135m-instruct")
 
     # Messages go through the model's chat template and get an answer; a plain text is continued.
-    answer(engine, [{"role": "user", "content": "Explain KV cache in LLM inference."}], max_tokens=128, temperature=0.2)
-    answer(engine, "The capital of France is", max_tokens=32, temperature=0)
-    answer(engine, [{"role": "user", "content": "Write a short poem about the sea."}], max_tokens=64, temperature=0.2)
+    explain = [{"role": "user", "content": "Explain KV cache in LLM inference."}]
+    answer(engine, explain, max_tokens=128, temperature=0.8, top_p=0.9, seed=9)
+    answer(engine, "The capital of France is", max_tokens=8, temperature=0)
+    answer(engine, [{"role": "user", "content": "Why is the sky blue?"}], max_tokens=96, temperature=0)
 
 
 def answer(engine: LLMEngine, prompt: Any, **sampling: Any) -> None:
