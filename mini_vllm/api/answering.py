@@ -88,7 +88,7 @@ async def answer_request(
     with ExitStack() as place:
         place.enter_context(lifecycle.admitted(len(prompts) * params.n))
         requests, texts = await engine.in_tokenizer_thread(prepare)
-        generation = Generation(answer_id, engine, requests, log, lifecycle)
+        generation = Generation(answer_id, engine, requests, log, lifecycle, shows_tokens=body.shows_tokens)
         writer = make_writer(generation, texts)
         if body.stream:
             shows_usage = body.stream_options is not None and bool(body.stream_options.include_usage)

@@ -72,6 +72,8 @@ class ChatWriter(AnswerWriter):
         if piece.is_first:
             role = {"index": piece.place, "delta": {"role": "assistant", "content": ""}}
             yield self._event([{**role, "logprobs": None, "finish_reason": None}], self._prompt_fields(piece))
+            if not (piece.has_text_or_end or (self._generation.shows_tokens and piece.token_ids)):
+                return
         delta = {"content": piece.text} if piece.text else {}
         yield self._event([{"index": piece.place, "delta": delta, **self._end_of_choice(piece)}])
 

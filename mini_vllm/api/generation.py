@@ -53,9 +53,9 @@ class Piece:
     prompt_logprobs: list[TokenLogprobs | None] | None
 
     @property
-    def is_worth_showing(self) -> bool:
-        """Whether anything in it is new to the client."""
-        return bool(self.text or self.token_ids or self.is_first or self.finish_reason is not None)
+    def has_text_or_end(self) -> bool:
+        """Whether somebody who reads only the text would miss it."""
+        return bool(self.text) or self.finish_reason is not None
 
 
 class Usage:
@@ -88,10 +88,18 @@ class Generation:
         requests: one a prompt.
         log: to be filled with counts and times.
         lifecycle: says why a request was cut.
+        shows_tokens: the client sees tokens, and not only their text; then pieces without text count as well.
     """
 
     def __init__(
-        self, answer_id: str, engine: AsyncLLMEngine, requests: list[Request], log: RequestLog, lifecycle: Lifecycle
+        self,
+        answer_id: str,
+        engine: AsyncLLMEngine,
+        requests: list[Request],
+        log: RequestLog,
+        lifecycle: Lifecycle,
+        *,
+        shows_tokens: bool,
     ) -> None:
         self.answer_id = answer_id
         self.created = int(time.time())
@@ -101,6 +109,7 @@ class Generation:
         self.usage = Usage(requests)
         self.failure: ApiError | None = None
         self.num_choices = requests[0].params.n
+        self.shows_tokens = shows_tokens
         self._engine = engine
         self._log = log
         self._lifecycle = lifecycle
@@ -209,7 +218,7 @@ class Generation:
                 stop_reason=choice.stop_reason,
                 prompt_logprobs=output.prompt_logprobs if is_first else None,
             )
-            if piece.is_worth_showing:
+            if is_first or piece.has_text_or_end or (self.shows_tokens and piece.token_ids):
                 yield piece
 
     def _whole_piece(self, output: RequestOutput, choice: CompletionOutput) -> Piece:

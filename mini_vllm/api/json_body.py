@@ -3,8 +3,8 @@
 Where it stands: between the socket and Pydantic. `JsonRoute` is the class of every route, so that each handler's model
 is filled from what `parse_json` gives.
 
-What always holds: NaN and Infinity, which are not JSON, are refused; half a surrogate pair, which is legal JSON but no
-text, becomes U+FFFD; a body that cannot be read is a 400 that says why.
+What always holds: NaN and Infinity, which are not JSON, are refused by the field that they stand in; half a surrogate
+pair, which is legal JSON but no text, becomes U+FFFD; a body that cannot be read is a 400 that says why.
 """
 
 from __future__ import annotations

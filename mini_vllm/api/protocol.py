@@ -190,8 +190,11 @@ class GenerationBody(Body):
     priority: int | None = Field(None, description="Smaller goes first, under --policy priority.")
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
+    def shows_tokens(self) -> bool:
+        """Whether the answer shows anything of a token but its text."""
+        counts = self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        logprobs = getattr(self, "logprobs", None)  # a number, where 0 asks for them, or true and false
+        return bool(self.return_token_ids) or counts or not (logprobs is None or logprobs is False)
 
     def sampling_fields(self) -> dict[str, Any]:
         """What was given, of the fields that SamplingParams has."""
