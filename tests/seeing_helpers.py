@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.events import EventListener
 from mini_vllm.engine.input_processor import ModelFacts
@@ -51,6 +52,9 @@ class WrittenAnswers:
 
     def allocate(self, plan: PoolPlan, table: SequenceTable) -> None:
         self._table = table
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """There are no keys and values to copy."""
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         tokens = []
