@@ -393,6 +393,7 @@ def test_a_wrong_number_of_sampling_params_is_refused() -> None:
         ({"cache": "none", "scheduling": "continuous"}, "scheduling"),
         ({"cache": "contiguous", "enable_prefix_caching": True}, "enable_prefix_caching"),
         ({"block_size": 12}, "block_size"),
+        ({"max_model_len": 257}, "max_model_len"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": True}, "max_num_seqs"),
         (

@@ -139,10 +139,11 @@ def _plan(problems: list[str]) -> Rows:
     import torch
 
     from mini_vllm.model.attention_backends import make_backend
+    from mini_vllm.model.device import resolve_device
     from mini_vllm.model.dtype import resolve_dtype
 
     config = EngineConfig()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = resolve_device("auto")
     choice = resolve_dtype(config.dtype, device)
     backend = make_backend(config.attention_backend, config.cache, config.block_size, choice.dtype, device)
     square = torch.ones(64, 64, dtype=choice.dtype, device=device)

@@ -35,7 +35,7 @@ from mini_vllm.engine.request import Request
 from mini_vllm.engine.scheduled_batch import ModelOutput, SampledToken, ScheduledBatch, split_batch
 from mini_vllm.engine.scheduler import Scheduler
 from mini_vllm.engine.sequence import SequenceGroup
-from mini_vllm.errors import InvalidRequestError
+from mini_vllm.errors import InvalidConfigError, InvalidRequestError
 from mini_vllm.outputs import RequestOutput, TokenLogprobs
 from mini_vllm.sampling_params import SamplingParams
 from mini_vllm.tokenizer.chat_template import ChatTemplate
@@ -116,8 +116,7 @@ class LLMEngine:
             from mini_vllm.engine.startup import load_parts  # torch is loaded here and not before
 
             parts = load_parts(config)
-        limit = parts.max_model_len if config.max_model_len is None else min(config.max_model_len, parts.max_model_len)
-        plan = parts.executor.plan_pool(limit)
+        plan = parts.executor.plan_pool(_longest_context(config, parts.max_model_len))
         self.config = config.with_model_limits(plan.max_model_len)
         self.model_name = config.served_model_name or parts.model_name
         self.tokenizer = parts.tokenizer
@@ -319,3 +318,16 @@ class LLMEngine:
         if not self.is_finished(request_id):
             raise InvalidRequestError(f"request_id {request_id!r} is taken by a live request", param="request_id")
         return request_id
+
+
+def _longest_context(config: EngineConfig, of_the_model: int) -> int:
+    """What the user asked for, or all that the model can."""
+    if config.max_model_len is None:
+        return of_the_model
+    if config.max_model_len > of_the_model:
+        raise InvalidConfigError(
+            f"max_model_len={config.max_model_len} is more than the {of_the_model} tokens that this model can; "
+            "lower it or leave it out",
+            field="max_model_len",
+        )
+    return config.max_model_len

@@ -13,12 +13,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.input_processor import ModelFacts
 from mini_vllm.engine.llm_engine import EngineParts
-from mini_vllm.errors import InvalidConfigError
+from mini_vllm.model.device import resolve_device
 from mini_vllm.model.loader import load_model
 from mini_vllm.model.model_files import load_generation_config
 from mini_vllm.store.model_store import ModelFiles, resolve_model
@@ -35,7 +33,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
     Raises:
         InvalidConfigError, ModelNotFoundError, DownloadError, ModelLoadError: with what was tried and what to do.
     """
-    device = _resolve_device(config.device)
+    device = resolve_device(config.device)
     files = resolve_model(config.model, revision=config.revision)
     tokenizer = load_tokenizer(files)
     chat_template = load_chat_template(tokenizer, Path(config.chat_template) if config.chat_template else None)
@@ -53,23 +51,6 @@ def load_parts(config: EngineConfig) -> EngineParts:
     )
     executor = InProcessExecutor(config, loaded.model, loaded.dtype, device)
     return EngineParts(executor, tokenizer, chat_template, facts, loaded.config.max_position_embeddings, files.name)
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", field="device") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", field="device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidConfigError(
-            f"device {name!r} is not here: PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices",
-            field="device",
-        )
-    return device
 
 
 def _generation_defaults(config: EngineConfig, files: ModelFiles, defaults: dict[str, Any]) -> dict[str, Any]:
