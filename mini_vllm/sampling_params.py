@@ -70,8 +70,8 @@ class SamplingParams:
         logit_bias: token id -> what is added to its logit, in [-100, 100].
         bad_words: texts that must not be generated.
         allowed_token_ids: the only tokens that may be generated.
-        max_tokens: tokens to generate at most; unset, a completion gets 16 and a chat the rest of the context; 0 only with
-            prompt_logprobs.
+        max_tokens: tokens to generate at most; unset, a completion gets 16 and a chat the rest of the context; 0 only
+            with prompt_logprobs.
         min_tokens: no stop of any kind before so many tokens.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end the text, beside the model's own.
