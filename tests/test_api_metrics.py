@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +128,12 @@ def test_preemptions_are_counted() -> None:
             assert all(future.result(30)["usage"]["completion_tokens"] == 40 for future in futures)
         assert served.metrics()["num_preemptions_total"] > 0
         served.wait_until_quiet()
+
+
+def test_the_dashboard_asks_only_for_series_that_there_are() -> None:
+    dashboard = (Path(__file__).parent.parent / "docs" / "grafana-dashboard.json").read_text(encoding="utf-8")
+    with serving() as served:
+        served.complete("ab", max_tokens=2)
+        names = {name.partition("{")[0] for name in served.metrics()}
+    asked = set(re.findall(r"mini_vllm:(\w+)", dashboard))
+    assert len(asked) > 10 and asked <= names
