@@ -12,7 +12,7 @@ import pytest
 from api_helpers import alphabet, serving
 from engine_doubles import ScriptedModel, parts_for
 
-from mini_vllm.api.metrics import EngineMetrics, Histogram
+from mini_vllm.api.metrics import EngineMetrics, Histogram, HttpMetrics
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.llm_engine import LLMEngine
 
@@ -119,6 +119,14 @@ def test_counters_are_what_usage_says() -> None:
     assert after['request_success_total{finished_reason="length"}'] == after["request_started_total"] == 5
     assert after["prefix_cache_queries_total"] > 0 and after["kv_cache_usage_perc"] == 0
     assert after['http_requests_total{handler="/v1/completions",method="POST",status="400"}'] == 1
+
+
+def test_invented_methods_make_no_new_series() -> None:
+    metrics = HttpMetrics()
+    for method in ("BREW", "WHEN", "GET"):
+        metrics.count(method, "/health", 405)
+    (family,) = metrics.families()
+    assert {sample.labels["method"]: sample.value for sample in family.samples} == {"other": 2, "GET": 1}
 
 
 def test_preemptions_are_counted() -> None:
