@@ -26,7 +26,7 @@ from mini_vllm.sampling_params import SamplingParams
 
 @flags_from(
     sampling=FlagGroup(SamplingParams, without=frozenset({"best_of", "max_tokens", "temperature", "seed", "logprobs"})),
-    engine=FlagGroup(EngineConfig, without=frozenset({"block_size", "num_kv_blocks", "seed"})),
+    engine=FlagGroup(EngineConfig, without=frozenset({"block_size", "num_kv_blocks", "seed", "trace"})),
 )
 def explain(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One request each: A, B, C and so on.")],
