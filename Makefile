@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 serve: $(VENV)/.installed
 	$(BIN)/mini-vllm serve
 
-# What each idea of the engine buys, in about two minutes on two quiet cores.
+# What each idea of the engine buys.
 bench: $(VENV)/.installed
 	mkdir -p build
 	$(BIN)/mini-vllm bench ladder --json build/ladder.json --markdown build/ladder.md

@@ -50,7 +50,7 @@ from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class LadderSize:
-    """How big the ladder is; the default takes about two minutes on two quiet cores.
+    """How big the ladder is; the default is meant for two cores that have nothing else to do.
 
     Args:
         num_requests: of the mixed and of the shared-prefix workload.

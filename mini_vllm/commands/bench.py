@@ -23,7 +23,7 @@ _LADDER_ENGINE = FlagGroup(
         {
             *("seed", "cache", "scheduling", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
             *("num_kv_blocks", "kv_cache_memory", "kv_cache_memory_fraction"),
-            *("enable_prefix_caching", "enable_chunked_prefill"),
+            *("enable_prefix_caching", "enable_chunked_prefill", "trace"),
         }
     ),
 )
