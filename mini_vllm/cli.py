@@ -22,6 +22,7 @@ from typing import Annotated
 
 import typer
 
+from mini_vllm.commands.bench import bench
 from mini_vllm.commands.chat import chat
 from mini_vllm.commands.doctor import doctor
 from mini_vllm.commands.explain import explain
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, explain, pull, models, doctor):
     app.command()(command)
+app.add_typer(bench, name="bench")
 # A server is often started by a program: every flag can come from the environment, MINI_VLLM_PORT and so on.
 app.command(context_settings={"auto_envvar_prefix": "MINI_VLLM"})(serve)
 

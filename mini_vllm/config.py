@@ -25,7 +25,9 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+# Enough to keep a few cores busy in a matrix product, and few enough that a running stream waits for one chunk of
+# somebody else's long prompt only a second or so where a CPU computes some hundred tokens a second.
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 MAX_SEQUENCES = 65_536  # a bound for max_num_seqs: each one is a row of every persistent array
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -61,7 +63,7 @@ class EngineConfig:
         max_model_len: longest sequence, prompt and output together, in tokens; None takes the model's own.
             It is lowered at start, with a log line, to what the pool can hold.
         max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: token budget of one step; None is 2048, or max_model_len where chunked prefill is off.
+        max_num_batched_tokens: token budget of one step; None is 512, or max_model_len where chunked prefill is off.
         cache: `paged` (block tables), `contiguous` (one slot of max_model_len a sequence), `none` (recompute all).
         scheduling: `continuous` (join and leave at every step), `static` (whole batches), `sequential` (one request).
         policy: who goes first, `fcfs` or `priority`, or `module:Class` for one of your own.

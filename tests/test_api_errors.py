@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from api_helpers import Served, serving, strict_json
+from api_helpers import Served, serving, strict_json, until
 from engine_doubles import tiny_transformer
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
@@ -176,6 +176,7 @@ def test_the_log_has_a_line_a_request_without_its_text(served: Served, caplog: p
     with caplog.at_level(logging.INFO, logger="mini_vllm.access"):
         served.post("/v1/completions", {"prompt": "secret", "max_tokens": 2}, headers={"X-Request-Id": "r1"})
         served.post("/v1/completions", {"prompt": [-1]}, headers={"X-Request-Id": "r2"})
+        until(lambda: len(caplog.messages) == 2, "the lines, which are written after the answers")
     first, second = caplog.messages
     assert first.startswith("POST /v1/completions 200 in ") and "id=r1" in first and "6 + 2 tokens" in first
     assert "400" in second and "id=r2" in second and "token id -1" in second

@@ -143,7 +143,7 @@ def test_a_slow_reader_gets_everything_and_slows_nobody_down() -> None:
     """Its answer is far larger than the socket's buffers; the engine finishes it while nobody reads."""
     with serving(max_num_seqs=4, num_kv_blocks=400, parts={"max_model_len": 2000}) as served:
         body = {"prompt": "ab", "max_tokens": 1500, "temperature": 0, "stream": True, "logprobs": 20}
-        small_buffer = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
+        small_buffer = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)]
         with (
             httpx.Client(transport=httpx.HTTPTransport(socket_options=small_buffer), timeout=DEADLINE) as client,
             client.stream("POST", f"{served.url}/v1/completions", json=body) as response,

@@ -28,6 +28,7 @@ PREFIX = "mini_vllm:"
 _SECONDS_TO_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _SECONDS_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _SECONDS_WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -184,7 +185,8 @@ class HttpMetrics:
         self._answers: Counter[tuple[str, str, int]] = Counter()
 
     def count(self, method: str, route: str, status: int) -> None:
-        self._answers[method, route, status] += 1
+        known = method if method in _METHODS else "other"  # a client may invent methods; series must stay few
+        self._answers[known, route, status] += 1
 
     def families(self) -> Iterable[Metric]:
         family = CounterMetricFamily("http_requests", "Answers by status.", labels=["method", "handler", "status"])

@@ -11,7 +11,7 @@ In vLLM: `vllm/v1/executor/abstract.py` and `vllm/v1/executor/uniproc_executor.p
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -69,6 +69,15 @@ class InProcessExecutor:
         self._dtype = dtype
         self._device = device
         self._runner: ModelRunner | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """What the model computes in, such as `float32`."""
+        return str(self._dtype).removeprefix("torch.")
+
+    def wrap_model(self, wrap: Callable[[LanguageModel], LanguageModel]) -> None:
+        """Put something around the model, before `allocate`: benchmarks take the times of its two halves there."""
+        self._model = wrap(self._model)
 
     def plan_pool(self, max_model_len: int) -> PoolPlan:
         block_size = slot_size(self._config, max_model_len)

@@ -1,0 +1,260 @@
+"""The ladder: what each idea of the engine buys, one rung after the other.
+
+Where it stands: `mini-vllm bench ladder`, `make bench`. Every rung is the real engine with other switches:
+
+    rung                        workload            what changes from the rung before
+    no cache                    mixed, the first    every step computes all tokens again
+    contiguous, one at a time   mixed, the first    keys and values are kept, in one slot of max_model_len
+    static batches              mixed               several slots; a batch ends when its last member does
+    continuous                  mixed               a slot is taken again as soon as it is free
+    paged                       mixed               the same memory in small blocks: more requests fit at once
+    paged                       shared prefix       (to compare the next with)
+    + prefix cache              shared prefix       equal beginnings are computed once
+    paged + prefix cache        long prompts        (to compare the next with)
+    + chunked prefill           long prompts        a long prompt is computed in pieces beside the running answers
+
+The first two rungs take one request at a time and would take for ever, so they run the first few requests only; a
+figure per second is not hurt by that. Rungs with slots and rungs with blocks have the same memory for keys and values.
+
+What always holds: rungs of one workload give the same greedy tokens, or the run is refused (`equality.py`). That is
+checked in float32, the default here. In bfloat16 the plain PyTorch path may choose otherwise where two tokens are
+nearly equal; there the number of differing answers is reported instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mini_vllm.benchmark.equality import Answers, count_near_ties
+from mini_vllm.benchmark.report import Spread, Table, machine, percentiles
+from mini_vllm.benchmark.runner import (
+    Bench,
+    Clock,
+    PartsLoader,
+    RunRecord,
+    answers,
+    load_real_parts,
+    measure,
+    open_bench,
+)
+from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
+from mini_vllm.config import EngineConfig
+from mini_vllm.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class LadderSize:
+    """How big the ladder is; the default takes about two minutes on two quiet cores.
+
+    Args:
+        num_requests: of the mixed and of the shared-prefix workload.
+        num_one_at_a_time: how many of them the rungs run that take one at a time.
+        max_model_len: the longest sequence, and so the length of a slot.
+        num_slots: slots of the contiguous rungs; the paged ones have the same memory.
+        prefix_len: tokens that the prompts of the shared-prefix workload have in common.
+        long_prompt_len: tokens of each long prompt.
+        num_long_prompts: how many of them come while short answers run.
+        chunk: token budget of a step with chunked prefill.
+    """
+
+    num_requests: int = 24
+    num_one_at_a_time: int = 2
+    input_len: str = "16-96"
+    output_len: str = "16-48"
+    max_model_len: int = 1024
+    num_slots: int = 8
+    prefix_len: int = 256
+    long_prompt_len: int = 900
+    num_long_prompts: int = 3
+    chunk: int = 128
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to run the engine.
+
+    Args:
+        name: what the table calls it.
+        workload: `mixed`, `shared prefix` or `long prompts`.
+        options: fields of `EngineConfig`.
+        one_at_a_time: it runs the first few requests only.
+    """
+
+    name: str
+    workload: str
+    options: Mapping[str, Any]
+    one_at_a_time: bool = False
+
+
+def rungs(size: LadderSize, block_size: int) -> list[Rung]:
+    """The ladder from the bottom up."""
+    # Every switch is set in every rung: `config` has settled its defaults for a cache that is not the rung's.
+    plain = {"scheduling": "continuous", "enable_chunked_prefill": False, "enable_prefix_caching": False}
+    slots = {**plain, "cache": "contiguous", "num_kv_blocks": size.num_slots}
+    paged = {**plain, "cache": "paged", "num_kv_blocks": size.num_slots * size.max_model_len // block_size}
+    cached = {**paged, "enable_prefix_caching": True}
+    chunked = {**cached, "enable_chunked_prefill": True, "max_num_batched_tokens": size.chunk}
+    return [
+        Rung("no cache", "mixed", {**plain, "cache": "none", "scheduling": "sequential"}, one_at_a_time=True),
+        Rung(
+            "contiguous, one at a time",
+            "mixed",
+            {**slots, "scheduling": "sequential", "num_kv_blocks": 1},
+            one_at_a_time=True,
+        ),
+        Rung("static batches", "mixed", {**slots, "scheduling": "static"}),
+        Rung("continuous", "mixed", slots),
+        Rung("paged", "mixed", paged),
+        Rung("paged", "shared prefix", paged),
+        Rung("+ prefix cache", "shared prefix", cached),
+        Rung("paged + prefix cache", "long prompts", cached),
+        Rung("+ chunked prefill", "long prompts", chunked),
+    ]
+
+
+def workloads(tokenizer: Tokenizer, size: LadderSize, seed: int) -> dict[str, Workload]:
+    """The three workloads by name."""
+    input_len, output_len = Lengths.parse(size.input_len), Lengths.parse(size.output_len)
+    mixed = synthetic_workload(
+        tokenizer, num_requests=size.num_requests, input_len=input_len, output_len=output_len, seed=seed
+    )
+    shared = synthetic_workload(
+        tokenizer,
+        num_requests=size.num_requests,
+        input_len=Lengths("fixed", input_len.low, input_len.low),
+        output_len=Lengths("fixed", output_len.low, output_len.low),
+        shared_prefix_len=size.prefix_len,
+        seed=seed + 1,
+    )
+    # One request comes before the others: what is being computed in the same step cannot be shared yet.
+    shared = Workload(shared.name, (shared.items[0], *(_late(item, 1) for item in shared.items[1:])), shared.seed)
+    return {"mixed": mixed, "shared prefix": shared, "long prompts": _long_prompts(tokenizer, size, seed + 2)}
+
+
+def _long_prompts(tokenizer: Tokenizer, size: LadderSize, seed: int) -> Workload:
+    """Short questions with long answers, and long prompts that come in between, evenly spread."""
+    input_len, output_len = Lengths.parse(size.input_len), Lengths.parse(size.output_len)
+    short = synthetic_workload(
+        tokenizer,
+        num_requests=size.num_slots,
+        input_len=Lengths("fixed", input_len.low, input_len.low),
+        output_len=Lengths("fixed", output_len.high, output_len.high),
+        seed=seed,
+    )
+    long = synthetic_workload(
+        tokenizer,
+        num_requests=size.num_long_prompts,
+        input_len=Lengths("fixed", size.long_prompt_len, size.long_prompt_len),
+        output_len=Lengths("fixed", 4, 4),
+        seed=seed + 1,
+    )
+    apart = max(1, output_len.high // (size.num_long_prompts + 1))
+    late = tuple(_late(item, apart * number) for number, item in enumerate(long.items, 1))
+    return Workload(f"{len(short.items)} short prompts, {len(late)} long ones in between", short.items + late, seed)
+
+
+def _late(item: WorkItem, num_steps: int) -> WorkItem:
+    return dataclasses.replace(item, arrives_after_steps=num_steps)
+
+
+def bench_ladder(
+    config: EngineConfig,
+    size: LadderSize,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    load: PartsLoader = load_real_parts,
+    clock: Clock = time.perf_counter,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Climb the ladder and return the report.
+
+    Args:
+        config: model, dtype, block size and threads; the rungs set the rest. dtype `auto` becomes float32.
+        say: called with what is going on.
+
+    Raises:
+        BenchmarkError: a run does not count, or two rungs disagree.
+        InvalidConfigError, InvalidRequestError: the sizes do not fit each other or the model.
+    """
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype="float32")
+    ladder = rungs(size, config.block_size)
+    results: list[dict[str, Any]] = []
+    references: dict[str, tuple[str, Answers]] = {}
+    header: dict[str, Any] = {}
+    for number, rung in enumerate(ladder, 1):
+        say(f"rung {number} of {len(ladder)}: {rung.name} ({rung.workload})")
+        options = {"max_model_len": size.max_model_len, "max_num_seqs": max(size.num_requests, size.num_slots * 2)}
+        bench = open_bench(dataclasses.replace(config, **{**options, **rung.options}), load, clock)
+        workload = workloads(bench.engine.tokenizer, size, seed)[rung.workload]
+        if rung.one_at_a_time:
+            workload = workload.first(size.num_one_at_a_time)
+        runs = measure(bench, workload, repeats=repeats)
+        ties = _differences(bench, rung, workload, answers(runs[0]), references)
+        results.append({"rung": rung.name, "workload": rung.workload, **_figures(runs), "num_differing": ties})
+        header = header or {**machine(), "model": bench.engine.model_name, "dtype": bench.dtype}
+        bench.engine.shutdown()
+    settings = {"pool_tokens": size.num_slots * size.max_model_len, "block_size": config.block_size}
+    header |= {**settings, "seed": seed, "repeats": repeats, "ignore_eos": True, "size": dataclasses.asdict(size)}
+    header["prefix_cache_hit_tokens"] = sum(result["num_cached_tokens"] for result in results)
+    return {"benchmark": "ladder", "header": header, "results": results}
+
+
+def _differences(
+    bench: Bench, rung: Rung, workload: Workload, got: Answers, references: dict[str, tuple[str, Answers]]
+) -> int:
+    """How many answers differ from the rung before on this workload; in float32 only near ties may."""
+    name, expected = references.get(rung.workload, (rung.name, got))
+    references[rung.workload] = (rung.name, got)
+    if bench.dtype != "float32":
+        return sum(one != other for one, other in zip(expected, got, strict=False))
+    return count_near_ties(bench, workload, expected, got, (name, rung.name))
+
+
+def _figures(runs: list[RunRecord]) -> dict[str, Any]:
+    speed = Spread.of([run.output_tokens_per_second for run in runs])
+    requests = [request for run in runs for request in run.requests]
+    gaps = [gap for request in requests for gap in request.gaps]
+    # A worst gap is one event: the median over the runs says more than the worst of all.
+    worst = [max((gap for request in run.requests for gap in request.gaps), default=0.0) for run in runs]
+    return {
+        "num_requests": len(runs[0].requests),
+        "num_output_tokens": runs[0].num_output_tokens,
+        "num_cached_tokens": runs[0].num_cached_tokens,
+        "output_tokens_per_second": dataclasses.asdict(speed),
+        "time_to_first_token": percentiles([request.time_to_first_token for request in requests]),
+        "inter_token": percentiles(gaps),
+        "worst_gap": statistics.median(worst),
+        "peak_held_bytes": max(runs[0].held_bytes, default=0),
+        "wasted_share": runs[0].wasted_share,
+    }
+
+
+LADDER_COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
+    {
+        "rung": lambda r: r["rung"],
+        "workload": lambda r: r["workload"],
+        "requests": lambda r: str(r["num_requests"]),
+        "output tok/s": lambda r: Spread(**r["output_tokens_per_second"]).text(),
+        "first token p50, s": lambda r: f"{r['time_to_first_token']['p50']:.2f}",
+        "gap p50, ms": lambda r: f"{1e3 * r['inter_token'].get('p50', 0.0):.0f}",
+        "worst gap, ms": lambda r: f"{1e3 * r['worst_gap']:.0f}",
+        "held, MiB": lambda r: f"{r['peak_held_bytes'] / 2**20:.1f}",
+        "wasted": lambda r: f"{r['wasted_share']:.0%}",
+        "cached": lambda r: str(r["num_cached_tokens"]),
+        "differ": lambda r: str(r["num_differing"]),
+    }
+)
+
+
+def ladder_table(report: dict[str, Any]) -> Table:
+    """The report for people."""
+    rows = tuple(tuple(cell(result) for cell in LADDER_COLUMNS.values()) for result in report["results"])
+    return Table("The ladder", tuple(LADDER_COLUMNS), rows)

@@ -1,0 +1,56 @@
+"""The ladder as a chart: tokens a second, memory, and the worst gap, a bar a rung.
+
+Where it stands: `mini-vllm bench ladder --plot FILE.svg`; the only place that needs matplotlib (the extra `plot`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mini_vllm.errors import InvalidConfigError
+
+
+def require_matplotlib() -> None:
+    """Say at the start, and not after minutes of measuring, that the chart cannot be drawn.
+
+    Raises:
+        InvalidConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InvalidConfigError(
+            "--plot needs matplotlib: pip install 'mini-vllm[plot]', or leave --plot out", field="plot"
+        ) from error
+
+
+def plot_ladder(report: dict[str, Any], path: Path) -> None:
+    """Draw the report; the file's ending says the format (`.svg`, `.png`).
+
+    Raises:
+        InvalidConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    results = report["results"]
+    names = [f"{result['rung']}\n({result['workload']})" for result in results]
+    panels = {
+        "output tokens a second": [result["output_tokens_per_second"]["median"] for result in results],
+        "keys and values held at the peak, MiB": [result["peak_held_bytes"] / 2**20 for result in results],
+        "worst gap between two tokens, ms": [1e3 * result["worst_gap"] for result in results],
+    }
+    figure = Figure(figsize=(14, 0.6 * len(results) + 1.5), layout="constrained")
+    for place, (title, values) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(1, len(panels), place)
+        axes.bar_label(axes.barh(names, values), fmt="%.0f", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_title(title)
+        if place > 1:
+            axes.set_yticklabels([])
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InvalidConfigError(f"the chart cannot be written to {path}: {error}", field="plot") from error

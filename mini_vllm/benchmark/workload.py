@@ -1,0 +1,181 @@
+"""Workloads: which prompts, how long the answers, and who comes when.
+
+Where it stands: made before a benchmark starts. The same arguments and seed give the same workload.
+
+Lengths are written as on the command line:
+
+    128        every one 128 tokens
+    32-256     uniform, both ends included
+    chat:120   log-normal with median 120, as the lengths of chats are: many short ones, a few very long
+    chat:120,1.5    the same with a standard deviation of 1.5 of the logarithm, instead of 0.8
+
+Synthetic prompts are random token ids, so no two share a beginning unless `shared_prefix_len` says so.
+
+In vLLM: `vllm/benchmarks/datasets.py` (`RandomDataset`, `PrefixRepetitionRandomDataset`, `CustomDataset`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mini_vllm.errors import InvalidConfigError
+from mini_vllm.tokenizer.tokenizer import Tokenizer
+
+_DEFAULT_SIGMA = 0.8
+_LONGEST_OF_MEDIAN = 8  # a log-normal length is cut at this many medians: one giant would decide the whole run
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long things are, in tokens.
+
+    Args:
+        kind: `fixed` (always `low`), `uniform` (`low` to `high`), `lognormal` (median `low`, cut at `high`).
+        low, high: see `kind`.
+        sigma: standard deviation of the logarithm, for `lognormal` only.
+    """
+
+    kind: Literal["fixed", "uniform", "lognormal"]
+    low: int
+    high: int
+    sigma: float = 0.0
+
+    @staticmethod
+    def parse(text: str) -> Lengths:
+        """From `128`, `32-256` or `chat:120[,0.8]`.
+
+        Raises:
+            InvalidConfigError: it is none of these, or a length is under 1.
+        """
+        chat = re.fullmatch(r"chat:(\d+)(?:,(\d+(?:\.\d+)?))?", text)
+        plain = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+        if chat is not None:
+            median = int(chat[1])
+            sigma = _DEFAULT_SIGMA if chat[2] is None else float(chat[2])
+            lengths = Lengths("lognormal", median, median * _LONGEST_OF_MEDIAN, sigma)
+        elif plain is not None:
+            low, high = int(plain[1]), int(plain[2] or plain[1])
+            lengths = Lengths("fixed" if low == high else "uniform", low, high)
+        else:
+            raise InvalidConfigError(f"lengths are written 128, 32-256 or chat:120, got {text!r}", field="lengths")
+        if not 1 <= lengths.low <= lengths.high:
+            raise InvalidConfigError(f"lengths go from 1 token up, the smaller first, got {text!r}", field="lengths")
+        return lengths
+
+    def draw(self, source: random.Random) -> int:
+        if self.kind == "fixed":
+            return self.low
+        if self.kind == "uniform":
+            return source.randint(self.low, self.high)
+        return min(self.high, max(1, round(source.lognormvariate(math.log(self.low), self.sigma))))
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One request.
+
+    Args:
+        prompt_token_ids: its prompt.
+        num_output_tokens: exactly so many are generated; the end of sequence is ignored.
+        arrives_after_steps: it is added once the engine has made this many steps of the run.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    num_output_tokens: int
+    arrives_after_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests and what to call them.
+
+    Args:
+        name: says what they are.
+        items: in the order in which they are added.
+        seed: what they were drawn from; None if they were read.
+    """
+
+    name: str
+    items: tuple[WorkItem, ...]
+    seed: int | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(item.prompt_token_ids) for item in self.items)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(item.num_output_tokens for item in self.items)
+
+    def first(self, count: int) -> Workload:
+        """The first requests alone."""
+        return Workload(f"{self.name}, the first {count}", self.items[:count], self.seed)
+
+
+def synthetic_workload(
+    tokenizer: Tokenizer,
+    *,
+    num_requests: int,
+    input_len: Lengths,
+    output_len: Lengths,
+    shared_prefix_len: int = 0,
+    seed: int = 0,
+) -> Workload:
+    """Random token ids of the model, none of them special.
+
+    Args:
+        input_len: of each prompt's own part, which comes after the shared one.
+        shared_prefix_len: tokens at the beginning that all prompts have in common.
+    """
+    if num_requests < 1:
+        raise InvalidConfigError(f"a workload has 1 request or more, got {num_requests}", field="num_requests")
+    source = random.Random(seed)
+    ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
+    shared = tuple(source.choices(ids, k=shared_prefix_len))
+    items = tuple(
+        WorkItem(shared + tuple(source.choices(ids, k=input_len.draw(source))), output_len.draw(source))
+        for _ in range(num_requests)
+    )
+    prefix = f", {shared_prefix_len} tokens of prefix shared" if shared_prefix_len else ""
+    return Workload(f"{num_requests} random prompts{prefix}", items, seed)
+
+
+def read_prompts_file(path: Path, tokenizer: Tokenizer, default_output_len: Lengths, seed: int = 0) -> Workload:
+    """A JSON object a line: `prompt` (text or token ids) and, if it likes, `max_tokens`.
+
+    Raises:
+        InvalidConfigError: the file cannot be read, or a line is something else; it names the line.
+    """
+    source = random.Random(seed)
+    items: list[WorkItem] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfigError(f"the prompts file {path} cannot be read: {error}", field="prompts_file") from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            items.append(_item_of_line(line, f"{path}, line {number}", tokenizer, default_output_len.draw(source)))
+    if not items:
+        raise InvalidConfigError(f"{path} has no prompts; write a JSON object a line", field="prompts_file")
+    return Workload(f"{len(items)} prompts of {path.name}", tuple(items), None)
+
+
+def _item_of_line(line: str, where: str, tokenizer: Tokenizer, default_output_len: int) -> WorkItem:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InvalidConfigError(f"{where} is not JSON: {error}", field="prompts_file") from error
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+        raise InvalidConfigError(f'{where}: "prompt" must be text or a list of token ids', field="prompts_file")
+    wanted = record.get("max_tokens", default_output_len)
+    if type(wanted) is not int or wanted < 1:
+        raise InvalidConfigError(f'{where}: "max_tokens" must be 1 or more, got {wanted!r}', field="prompts_file")
+    return WorkItem(tuple(ids), wanted)

@@ -1,0 +1,373 @@
+"""Benchmarks: their arithmetic against a clock that the model moves, what they refuse, and the files they write."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import CommandLine, build_cli_model
+from engine_doubles import ScriptedModel, byte_tokenizer, parts_for, tiny_transformer
+from torch import Tensor
+
+from mini_vllm.benchmark.equality import count_near_ties
+from mini_vllm.benchmark.ladder import LadderSize, bench_ladder, ladder_table, rungs
+from mini_vllm.benchmark.latency import bench_latency, latency_table
+from mini_vllm.benchmark.report import Spread, percentiles, write_json
+from mini_vllm.benchmark.runner import Bench, BenchmarkError, PartsLoader, measure, open_bench, run_workload
+from mini_vllm.benchmark.throughput import bench_throughput, throughput_table
+from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, read_prompts_file, synthetic_workload
+from mini_vllm.config import EngineConfig
+from mini_vllm.engine.llm_engine import EngineParts
+from mini_vllm.errors import InvalidConfigError
+from mini_vllm.model.attention import StepAttention
+
+FORWARD, SAMPLE = 2.0, 0.5  # seconds that the slow model takes
+STEP = FORWARD + SAMPLE
+
+
+class Clock:
+    """Stands still until someone moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowModel(ScriptedModel):
+    """Says `script`, and moves the clock while it works."""
+
+    def __init__(self, clock: Clock, script: Callable[[int, int], Mapping[int, float]]) -> None:
+        super().__init__(script)
+        self._clock = clock
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        self._clock.now += FORWARD
+        return super().__call__(input_ids, positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._clock.now += SAMPLE
+        return super().logits(hidden)
+
+
+def slow_parts(clock: Clock) -> PartsLoader:
+    return lambda config: parts_for(SlowModel(clock, lambda _, position: {position % 200: 5.0}), config)
+
+
+def tiny_parts(config: EngineConfig) -> EngineParts:
+    return parts_for(tiny_transformer(), config)
+
+
+def workload_of(*lengths: tuple[int, int], late: int = 0) -> Workload:
+    """Requests of (prompt, output) tokens; the last one comes after `late` steps."""
+    items = [WorkItem(tuple(range(1, n + 1)), out) for n, out in lengths]
+    items[-1] = WorkItem(items[-1].prompt_token_ids, items[-1].num_output_tokens, late)
+    return Workload("test", tuple(items), None)
+
+
+def slow_bench(**options: Any) -> tuple[Bench, Clock]:
+    clock = Clock()
+    config = EngineConfig(**{"num_kv_blocks": 64, "debug_checks": True, **options})
+    return open_bench(config, slow_parts(clock), clock), clock
+
+
+# ---- the runner's arithmetic -----------------------------------------------------------------------------------------
+
+
+def test_times_of_a_run_are_those_of_the_scripted_clock() -> None:
+    bench, _ = slow_bench()
+    run = run_workload(bench, workload_of((3, 4), (5, 2)))
+    assert run.seconds == 4 * STEP
+    first, second = run.requests
+    assert (first.time_to_first_token, first.gaps, first.end_to_end) == (STEP, [STEP] * 3, 4 * STEP)
+    assert (second.time_to_first_token, second.gaps, second.end_to_end) == (STEP, [STEP], 2 * STEP)
+    assert (run.num_prompt_tokens, run.num_output_tokens) == (8, 6)
+    assert run.output_tokens_per_second == 6 / (4 * STEP)
+
+
+def test_a_step_is_split_into_forward_and_sample() -> None:
+    bench, _ = slow_bench()
+    run = run_workload(bench, workload_of((3, 2)))
+    assert [(s.schedule, s.forward, s.sample, s.output) for s in run.steps] == [(0.0, FORWARD, SAMPLE, 0.0)] * 2
+    assert [s.num_tokens for s in run.steps] == [3, 1]
+
+
+def test_a_step_that_draws_nothing_has_no_time_of_sampling() -> None:
+    bench, _ = slow_bench(max_num_batched_tokens=4)
+    run = run_workload(bench, workload_of((8, 1)))
+    assert [(s.forward, s.sample) for s in run.steps] == [(FORWARD, 0.0), (FORWARD, SAMPLE)]
+    assert run.requests[0].time_to_first_token == 2 * FORWARD + SAMPLE
+
+
+def test_a_late_request_comes_after_its_steps_and_waits_from_then_on() -> None:
+    bench, _ = slow_bench()
+    run = run_workload(bench, workload_of((3, 5), (4, 1), late=2))
+    assert run.requests[1].arrival == run.requests[0].arrival + 2 * STEP
+    assert run.requests[1].time_to_first_token == STEP
+
+
+def test_a_late_request_is_not_waited_for_when_nobody_runs() -> None:
+    bench, _ = slow_bench()
+    assert run_workload(bench, workload_of((3, 1), (4, 1), late=50)).seconds == 2 * STEP
+
+
+def test_memory_held_and_wasted_is_that_of_the_blocks_between_two_steps() -> None:
+    bench, _ = slow_bench(block_size=16)
+    run = run_workload(bench, workload_of((20, 3)))
+    block_bytes = bench.engine.pool.block_bytes
+    assert run.held_bytes == (2 * block_bytes, 2 * block_bytes, 0)  # the last step has given them back
+    assert run.wasted_bytes == (12 * block_bytes // 16, 11 * block_bytes // 16, 0)
+    assert run.wasted_share == pytest.approx(23 / 64)
+
+
+def test_every_run_begins_with_an_empty_prefix_cache() -> None:
+    bench, _ = slow_bench()
+    runs = measure(bench, workload_of((40, 2)), repeats=2)
+    assert [run.num_cached_tokens for run in runs] == [0, 0]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_workload_that_give_other_tokens_are_refused() -> None:
+    clock, answers = Clock(), iter([*[1] * 4, *[2] * 4])
+    bench = open_bench(
+        EngineConfig(num_kv_blocks=8), lambda c: parts_for(SlowModel(clock, lambda *_: {next(answers): 5.0}), c), clock
+    )
+    with pytest.raises(BenchmarkError, match="run 2 gave other tokens than run 1"):
+        measure(bench, workload_of((3, 2)), repeats=3)
+
+
+def test_a_request_that_fails_makes_the_run_void() -> None:
+    clock = Clock()
+    bench = open_bench(
+        EngineConfig(num_kv_blocks=8), lambda c: parts_for(SlowModel(clock, lambda *_: {5: float("nan")}), c), clock
+    )
+    with pytest.raises(BenchmarkError, match="request 1 of 1 came back with 0 tokens instead of 2"):
+        run_workload(bench, workload_of((3, 2)))
+
+
+def test_modes_that_part_where_the_best_token_is_clear_are_refused() -> None:
+    bench, _ = slow_bench()
+    with pytest.raises(BenchmarkError, match="'a' and 'b' give different answers: request 1, output token 1: 3 and 9"):
+        count_near_ties(bench, workload_of((3, 2)), [(2, 3)], [(2, 9)], ("a", "b"))
+
+
+def test_modes_that_part_at_a_near_tie_are_counted() -> None:
+    clock = Clock()
+    tied = SlowModel(clock, lambda *_: {3: 5.0, 9: 5.0005})
+    bench = open_bench(EngineConfig(num_kv_blocks=8), lambda config: parts_for(tied, config), clock)
+    same, other = (2, 3), (2, 9)
+    names = ("a", "b")
+    assert count_near_ties(bench, workload_of((3, 2), (4, 2)), [same, same], [other, same], names) == 1
+    assert count_near_ties(bench, workload_of((3, 2), (4, 2)), [same, same], [same], names) == 0
+
+
+def test_the_ladder_is_refused_when_a_rung_answers_otherwise() -> None:
+    def load(config: EngineConfig) -> EngineParts:
+        return parts_for(tiny_transformer(seed=1 if config.scheduling == "static" else 0), config)
+
+    with pytest.raises(BenchmarkError, match="'contiguous, one at a time' and 'static batches' give different answers"):
+        bench_ladder(EngineConfig(), TINY_LADDER, repeats=1, load=load)
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_read_as_they_are_written() -> None:
+    assert Lengths.parse("128") == Lengths("fixed", 128, 128)
+    assert Lengths.parse("32-256") == Lengths("uniform", 32, 256)
+    assert Lengths.parse("chat:100") == Lengths("lognormal", 100, 800, 0.8)
+    assert Lengths.parse("chat:100,1.5") == Lengths("lognormal", 100, 800, 1.5)
+
+
+@pytest.mark.parametrize("text", ["", "0", "5-3", "chat", "chat:0", "-4", "1.5"])
+def test_lengths_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InvalidConfigError, match="got"):
+        Lengths.parse(text)
+
+
+def test_lengths_stay_in_their_bounds_and_chats_have_their_median() -> None:
+    source = random.Random(0)
+    uniform = [Lengths.parse("3-5").draw(source) for _ in range(200)]
+    assert set(uniform) == {3, 4, 5}
+    chat = sorted(Lengths.parse("chat:100").draw(source) for _ in range(2000))
+    assert 90 < chat[1000] < 110
+    assert chat[0] >= 1 and chat[-1] <= 800
+    assert sum(chat) / 2000 > 120  # a long tail: the mean of a log-normal is over its median
+
+
+def test_synthetic_prompts_share_their_prefix_only_and_have_no_special_tokens() -> None:
+    make = {"num_requests": 5, "input_len": Lengths.parse("20"), "output_len": Lengths.parse("3"), "seed": 7}
+    workload = synthetic_workload(byte_tokenizer(), shared_prefix_len=16, **make)
+    prompts = [item.prompt_token_ids for item in workload.items]
+    assert {len(prompt) for prompt in prompts} == {36}
+    assert len({prompt[:16] for prompt in prompts}) == 1
+    assert len({prompt[16:] for prompt in prompts}) == 5
+    assert max(map(max, prompts)) < 256
+    assert workload == synthetic_workload(byte_tokenizer(), shared_prefix_len=16, **make)
+
+
+def test_a_prompts_file_has_texts_or_token_ids(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hi", "max_tokens": 5}\n\n{"prompt": [7, 8, 9]}\n')
+    workload = read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"))
+    assert workload.items == (WorkItem((104, 105), 5), WorkItem((7, 8, 9), 4))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": 3}', '{"prompt": []}', '{"prompt": "a", "max_tokens": 0}'])
+def test_a_wrong_line_of_a_prompts_file_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hi"}\n' + line + "\n")
+    with pytest.raises(InvalidConfigError, match=r"prompts\.jsonl, line 2"):
+        read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"))
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def test_percentiles_and_spread() -> None:
+    assert percentiles([float(i) for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert percentiles([]) == {}
+    assert Spread.of([3.0, 1.0, 2.5]) == Spread(2.5, 1.0, 3.0)
+
+
+HEADER = {"processor", "cores", "threads", "torch", "mini_vllm", "dtype", "seed", "prefix_cache_hit_tokens", "model"}
+
+
+def test_throughput_report() -> None:
+    clock = Clock()
+    report = bench_throughput(
+        EngineConfig(num_kv_blocks=64), lambda _: workload_of((3, 4), (5, 2)), load=slow_parts(clock), clock=clock
+    )
+    assert set(report["header"]) >= HEADER | {"pool_tokens"}
+    assert report["header"]["dtype"] == "float32"
+    assert len(report["runs"]) == 3
+    assert report["runs"][0]["output_tokens_per_second"] == 0.6
+    assert report["runs"][0]["total_tokens_per_second"] == 1.4
+    assert ("output tokens per second", "0.60 (0.60 to 0.60)") in throughput_table(report).rows
+
+
+def test_latency_report() -> None:
+    clock = Clock()
+    report = bench_latency(
+        EngineConfig(num_kv_blocks=64),
+        batch_sizes=[1, 3],
+        input_len=8,
+        output_len=4,
+        load=slow_parts(clock),
+        clock=clock,
+    )
+    assert set(report["header"]) >= HEADER | {"pool_tokens"}
+    assert [result["batch_size"] for result in report["results"]] == [1, 3]
+    for result in report["results"]:
+        assert set(result["inter_token"].values()) == {STEP}
+        assert set(result["end_to_end"].values()) == {4 * STEP}
+        assert result["decode_step"] == {
+            "schedule": 0,
+            "forward": FORWARD,
+            "sample": SAMPLE,
+            "output": 0,
+            "total": STEP,
+        }
+    assert latency_table(report).rows[1][:2] == ("3", "2500.0 / 2500.0 / 2500.0")
+
+
+TINY_LADDER = LadderSize(
+    num_requests=4,
+    num_one_at_a_time=2,
+    input_len="4-12",
+    output_len="4-8",
+    max_model_len=128,
+    num_slots=3,
+    prefix_len=32,
+    long_prompt_len=100,
+    num_long_prompts=2,
+    chunk=24,
+)
+
+
+@pytest.fixture(scope="module")
+def ladder_report() -> dict[str, Any]:
+    return bench_ladder(EngineConfig(debug_checks=True), TINY_LADDER, repeats=1, load=tiny_parts)
+
+
+def test_every_rung_of_the_ladder_runs_and_agrees(ladder_report: dict[str, Any]) -> None:
+    results = ladder_report["results"]
+    assert [result["rung"] for result in results] == [rung.name for rung in rungs(TINY_LADDER, 16)]
+    assert set(ladder_report["header"]) >= HEADER | {"pool_tokens", "repeats", "size"}
+    assert {result["num_differing"] for result in results} == {0}
+    assert all(result["output_tokens_per_second"]["median"] > 0 for result in results)
+
+
+def test_the_ladder_shows_memory_and_cache_hits(ladder_report: dict[str, Any]) -> None:
+    by_name = {(result["rung"], result["workload"]): result for result in ladder_report["results"]}
+    assert by_name["no cache", "mixed"]["peak_held_bytes"] == 0
+    assert by_name["paged", "mixed"]["wasted_share"] < by_name["continuous", "mixed"]["wasted_share"]
+    assert by_name["paged", "shared prefix"]["num_cached_tokens"] == 0
+    assert by_name["+ prefix cache", "shared prefix"]["num_cached_tokens"] == 3 * 32
+
+
+def test_the_ladder_as_markdown_and_json(ladder_report: dict[str, Any], tmp_path: Path) -> None:
+    lines = ladder_table(ladder_report).markdown().splitlines()
+    assert lines[0].startswith("| rung | workload | requests | output tok/s |")
+    assert len(lines) == 2 + 9 and len({line.count("|") for line in lines}) == 1
+    write_json(tmp_path / "ladder.json", ladder_report)
+    assert json.loads((tmp_path / "ladder.json").read_text()) == ladder_report
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_cli_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def mini_vllm(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> CommandLine:
+    return CommandLine(monkeypatch, capfdbinary)
+
+
+SMALL = ("--input-len", "8", "--output-len", "3", "--num-kv-blocks", "64", "--max-model-len", "64")
+
+
+@pytest.mark.parametrize("what", [("throughput", "--num-prompts", "3"), ("latency", "--batch-sizes", "1,2")])
+def test_the_command_shows_a_table_and_writes_a_file(
+    mini_vllm: CommandLine, model: Path, tmp_path: Path, what: tuple[str, ...]
+) -> None:
+    file = tmp_path / "report.json"
+    result = mini_vllm("bench", *what, "-m", model, *SMALL, "--repeats", "1", "--json", file)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert what[0].title() in result.stdout
+    assert json.loads(file.read_text())["benchmark"] == what[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("throughput", "--input-len", "x"), "lengths are written 128, 32-256 or chat:120, got 'x'"),
+        (("latency", "--batch-sizes", "1,0"), "batch sizes are written 1,4,16"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(
+    mini_vllm: CommandLine, model: Path, flags: tuple[str, ...], message: str
+) -> None:
+    result = mini_vllm("bench", *flags, "-m", model)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+
+
+def test_a_chart_without_matplotlib_is_refused_before_anything_runs(
+    mini_vllm: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = mini_vllm("bench", "ladder", "-m", model, "--plot", tmp_path / "ladder.svg")
+    assert result.exit_code == 2
+    assert "pip install 'mini-vllm[plot]'" in result.stderr
