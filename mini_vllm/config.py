@@ -79,6 +79,7 @@ class EngineConfig:
         chat_template: path of a Jinja file that replaces the model's own chat template.
         seed: fixes the seeds of requests that bring none; None draws each from the operating system.
         threads: CPU threads for the model; None lets PyTorch decide.
+        trace: write what the engine does to this file, as a timeline that Perfetto opens (https://ui.perfetto.dev).
         debug_checks: check every invariant of the block manager at each step (slow; on in tests).
     """
 
@@ -105,6 +106,7 @@ class EngineConfig:
     chat_template: str | None = None
     seed: int | None = None
     threads: int | None = None
+    trace: str | None = None
     debug_checks: bool = False
 
     def __post_init__(self) -> None:

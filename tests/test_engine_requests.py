@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -339,6 +341,17 @@ def test_times_are_those_of_the_steps() -> None:
     metrics, choice = outputs[second][-1].metrics, outputs[second][-1].outputs[0]
     assert (metrics.arrival_time, metrics.queue_time, metrics.time_to_first_token) == (100, 12, 14)
     assert (choice.token_times, metrics.last_token_time, metrics.finished_time) == ([114, 115], 115, 115)
+
+
+def test_the_trace_option_writes_a_timeline_that_is_whole_after_shutdown(tmp_path: Path) -> None:
+    engine = echo_engine(trace=str(tmp_path / "trace.json"))
+    final_text(engine)
+    engine.shutdown()
+    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())}
+    assert {"prefill", "decode"} <= {str(name).split()[0] for name in names}
+    with pytest.raises(InvalidConfigError) as error:
+        echo_engine(trace=str(tmp_path / "no such folder" / "trace.json"))
+    assert error.value.field == "trace"
 
 
 # ---- LLM ----------------------------------------------------------------------------------------------------------

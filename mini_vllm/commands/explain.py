@@ -29,7 +29,7 @@ from mini_vllm.sampling_params import SamplingParams
         SamplingParams,
         without=frozenset({"best_of", "max_tokens", "temperature", "seed", "logprobs", "structured_outputs"}),
     ),
-    engine=FlagGroup(EngineConfig, without=frozenset({"block_size", "num_kv_blocks", "seed"})),
+    engine=FlagGroup(EngineConfig, without=frozenset({"block_size", "num_kv_blocks", "seed", "trace"})),
 )
 def explain(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One request each: A, B, C and so on.")],

@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mini_vllm.cache.block_manager import BlockManager, BlockStats
@@ -35,6 +36,7 @@ from mini_vllm.engine.request import Request
 from mini_vllm.engine.scheduled_batch import ModelOutput, SampledToken, ScheduledBatch, split_batch
 from mini_vllm.engine.scheduler import Scheduler
 from mini_vllm.engine.sequence import SequenceGroup
+from mini_vllm.engine.trace import TraceWriter
 from mini_vllm.errors import InvalidConfigError, InvalidRequestError
 from mini_vllm.outputs import RequestOutput, TokenLogprobs
 from mini_vllm.sampling_params import SamplingParams
@@ -125,6 +127,8 @@ class LLMEngine:
             plan.num_blocks, plan.block_size, enable_prefix_caching=bool(config.enable_prefix_caching)
         )
         self.pool = plan
+        self._trace = None if config.trace is None else TraceWriter(Path(config.trace), clock=clock)
+        listener = events.fan_out(listener, self._trace)
         self.scheduler = Scheduler(self.config, blocks, listener, clock)
         self._executor = parts.executor
         self._executor.allocate(plan, self.scheduler.table)
@@ -309,6 +313,8 @@ class LLMEngine:
             self.abort_request(request_id)
         self._undelivered.clear()
         self._executor.shutdown()
+        if self._trace is not None:
+            self._trace.close()
 
     def _fresh_id(self, request_id: str | None) -> str:
         if request_id is None:
