@@ -15,11 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # The package with its test tools.
-$(VENV)/.installed-# What each idea of the engine buys, in about two minutes on two quiet cores.
-bench: $(VENV)/.installed
-	$(BIN)/mini-vllm bench ladder --json build/ladder.json --markdown build/ladder.md
-
-test: $(VENV)/.installed
+$(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) $(PINS) -e '.[test]'
 	touch $@
 
@@ -28,6 +24,11 @@ demo: $(VENV)/.installed
 
 serve: $(VENV)/.installed
 	$(BIN)/mini-vllm serve
+
+# What each idea of the engine buys, in about two minutes on two quiet cores.
+bench: $(VENV)/.installed
+	mkdir -p build
+	$(BIN)/mini-vllm bench ladder --json build/ladder.json --markdown build/ladder.md
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check mini_vllm tests examples
