@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from mini_vllm.engine.llm_engine import LLMEngine
     from mini_vllm.outputs import RequestOutput
     from mini_vllm.sampling_params import SamplingParams
+    from mini_vllm.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "EngineConfig", "LLMEngine", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _MODULE_OF = {
     "LLM": "mini_vllm.engine.llm",
@@ -27,6 +28,7 @@ _MODULE_OF = {
     "LLMEngine": "mini_vllm.engine.llm_engine",
     "RequestOutput": "mini_vllm.outputs",
     "SamplingParams": "mini_vllm.sampling_params",
+    "StructuredOutputsParams": "mini_vllm.structured_outputs",
 }
 
 

@@ -16,7 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # The error of a request whose own masks exclude every token; all other errors are not the user's.
-NO_TOKEN_LEFT = "allowed tokens, bad words, min_tokens and logit_bias together leave no token to choose"
+NO_TOKEN_LEFT = (
+    "allowed tokens, structured_outputs, bad words, min_tokens and logit_bias together leave no token to choose"
+)
+GRAMMAR_FAILED = "structured_outputs: the form cannot be followed any further"
 
 
 class FinishReason(str, enum.Enum):

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mini_vllm.errors import InvalidRequestError
+from mini_vllm.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -81,6 +82,8 @@ class SamplingParams:
         seed: any 64-bit integer; None draws one from the operating system.
         logprobs: log-probabilities of each output token and of so many alternatives, 0 to 20.
         prompt_logprobs: the same for the prompt's tokens.
+        structured_outputs: the form that the answer must have. The answer ends where the form does, also with
+            ignore_eos and before min_tokens; one that max_tokens or a stop string cuts is incomplete.
     """
 
     n: int = 1
@@ -105,6 +108,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in _NEVER_NONE:
@@ -114,6 +118,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_token_ids()
         self._check_texts()
+        self._check_structured_outputs()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true or false")
@@ -146,7 +151,7 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Whether anything but temperature and truncation changes the logits. Of resolved parameters only."""
-        masks = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.min_tokens)
+        masks = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.min_tokens, self.structured_outputs)
         return self.has_penalties or any(masks)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -226,6 +231,13 @@ class SamplingParams:
     def _check_texts(self) -> None:
         self._set("stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, MAX_STOP_STRINGS))
         self._set("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS))
+
+    def _check_structured_outputs(self) -> None:
+        form = self.structured_outputs
+        if isinstance(form, Mapping):
+            self._set("structured_outputs", StructuredOutputsParams.from_fields(form))
+        elif form is not None and not isinstance(form, StructuredOutputsParams):
+            raise _refuse("structured_outputs", form, "an object with one of json, regex, choice, grammar, json_object")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # only while the object is made

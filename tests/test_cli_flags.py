@@ -141,7 +141,10 @@ def test_every_field_has_such_an_entry(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("command", "without"),
-    [("generate", {"best_of"}), ("chat", {"n", "best_of", "logprobs", "prompt_logprobs"})],
+    [
+        ("generate", {"best_of", "structured_outputs"}),
+        ("chat", {"n", "best_of", "logprobs", "prompt_logprobs", "structured_outputs"}),
+    ],
 )
 def test_every_field_is_a_flag_in_help(command: str, without: set[str]) -> None:
     help_text = CliRunner().invoke(cli.app, [command, "--help"]).output

@@ -24,7 +24,14 @@ from mini_vllm.api.errors import ApiError
 from mini_vllm.api.lifecycle import Lifecycle
 from mini_vllm.engine.async_engine import AsyncLLMEngine
 from mini_vllm.engine.request import Request
-from mini_vllm.outputs import NO_TOKEN_LEFT, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from mini_vllm.outputs import (
+    GRAMMAR_FAILED,
+    NO_TOKEN_LEFT,
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,9 @@ class Generation:
         """Why an answer did not end by itself, if it did not."""
         reasons = {choice.finish_reason for choice in output.outputs}
         if FinishReason.ERROR in reasons:
-            return ApiError(400 if output.error == NO_TOKEN_LEFT else 500, output.error or "the computation failed")
+            error = output.error or "the computation failed"
+            is_the_clients = error == NO_TOKEN_LEFT or error.startswith(GRAMMAR_FAILED)
+            return ApiError(400 if is_the_clients else 500, error)
         if FinishReason.ABORT in reasons and self._is_timed_out:
             limit = self._lifecycle.config.request_timeout
             return ApiError(504, f"the request took longer than {limit:g} s, the limit of this server")

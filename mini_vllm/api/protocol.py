@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from mini_vllm.api.errors import shown
+from mini_vllm.api.response_format import form_of
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -38,8 +39,6 @@ _WITHOUT_EFFECT = frozenset(
 # Known fields and, of each, the values that ask for nothing.
 _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": ([],),
@@ -183,6 +182,10 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     seed: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="The form of the answer: one of json, regex, choice, grammar, json_object."
+    )
+    response_format: dict[str, Any] | None = Field(None, description="OpenAI's way to ask for JSON or a JSON schema.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="Show the token ids of prompt and answer.")
@@ -199,6 +202,14 @@ class GenerationBody(Body):
     def sampling_fields(self) -> dict[str, Any]:
         """What was given, of the fields that SamplingParams has."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
+        form = None if self.response_format is None else form_of(self.response_format)
+        if form is not None and self.structured_outputs is not None:
+            raise InvalidRequestError(
+                "response_format and structured_outputs both give the answer a form; leave one out",
+                param="response_format",
+            )
+        if form is not None:
+            given["structured_outputs"] = form
         return {name: value for name, value in given.items() if value is not None}
 
     def check_other_fields(self) -> None:

@@ -39,7 +39,7 @@ HELP = """\
 /quit          leave, as Ctrl-D does
 Ctrl-C stops an answer. A line that begins with a space is never a command."""
 
-_NOT_IN_A_CHAT = frozenset({"n", "best_of", "logprobs", "prompt_logprobs"})
+_NOT_IN_A_CHAT = frozenset({"n", "best_of", "logprobs", "prompt_logprobs", "structured_outputs"})
 
 
 @flags_from(

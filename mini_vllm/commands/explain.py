@@ -25,7 +25,10 @@ from mini_vllm.sampling_params import SamplingParams
 
 
 @flags_from(
-    sampling=FlagGroup(SamplingParams, without=frozenset({"best_of", "max_tokens", "temperature", "seed", "logprobs"})),
+    sampling=FlagGroup(
+        SamplingParams,
+        without=frozenset({"best_of", "max_tokens", "temperature", "seed", "logprobs", "structured_outputs"}),
+    ),
     engine=FlagGroup(EngineConfig, without=frozenset({"block_size", "num_kv_blocks", "seed", "trace"})),
 )
 def explain(

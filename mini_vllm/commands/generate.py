@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @flags_from(
-    sampling=FlagGroup(SamplingParams, without=frozenset({"best_of"})),
+    sampling=FlagGroup(SamplingParams, without=frozenset({"best_of", "structured_outputs"})),
     engine=FlagGroup(EngineConfig, without=frozenset({"seed"})),
 )
 def generate(

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from mini_vllm.config import EngineConfig
+from mini_vllm.engine.grammar import CompiledGrammar, GrammarCompiler
 from mini_vllm.engine.request import Request
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.sampling_params import SamplingParams
+from mini_vllm.structured_outputs import StructuredOutputsParams
 from mini_vllm.tokenizer.chat_template import ChatTemplate
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
@@ -71,6 +73,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._facts = facts
+        self._grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._clock = clock
         self._max_model_len = config.max_model_len
         self._max_num_seqs = config.max_num_seqs
@@ -123,6 +126,7 @@ class InputProcessor:
             arrival_index=next(self._arrivals),
             priority=priority,
             cache_salt=cache_salt,
+            grammar=self._grammar(params),
         )
 
     def _tokenize(self, prompt: Prompt, template_options: Mapping[str, Any]) -> list[int]:
@@ -191,6 +195,10 @@ class InputProcessor:
             )
         return wanted
 
+    def _grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        form = params.structured_outputs
+        return self._grammars.compile(form) if isinstance(form, StructuredOutputsParams) else None
+
     def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Every bad word as tokens, both as it stands inside a text (after a space) and at its beginning."""
         spellings: dict[tuple[int, ...], None] = {}
@@ -210,7 +218,9 @@ class InputProcessor:
             if token_id is not None:
                 reasons[token_id] = stop
         reasons.update((token_id, token_id) for token_id in params.stop_token_ids or ())
-        ends: frozenset[int] = frozenset() if params.ignore_eos else self._facts.eos_token_ids
+        # Under a grammar an end of sequence means that the form is complete, so it ends the answer in any case.
+        ignores_eos = params.ignore_eos and params.structured_outputs is None
+        ends: frozenset[int] = frozenset() if ignores_eos else self._facts.eos_token_ids
         return ends | reasons.keys(), reasons
 
 

@@ -145,7 +145,9 @@ class OutputProcessor:
         sequence = change.sequence
         text = self._text_of(state, sequence)
         text.token_times.extend([now] * change.num_new_tokens)
-        ended_by_id = sequence.finish_reason is FinishReason.STOP
+        # A grammar that is finished also ends a sequence, with a token that is text.
+        ends = sequence.group.request.stop_token_ids
+        ended_by_id = sequence.finish_reason is FinishReason.STOP and sequence.token_ids[-1] in ends
         stop = None
         for offset in range(-change.num_new_tokens, 0):
             ends_here = ended_by_id and offset == -1

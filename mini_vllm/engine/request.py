@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mini_vllm.engine.grammar import CompiledGrammar
 from mini_vllm.sampling_params import SamplingParams
 
 
@@ -30,6 +31,7 @@ class Request:
         arrival_index: counts the requests of this engine; breaks ties of arrival and priority.
         priority: smaller goes first under the `priority` policy.
         cache_salt: requests share prefix-cache blocks only with requests of the same salt.
+        grammar: of the form that the answer must have; None for free text.
     """
 
     request_id: str
@@ -45,3 +47,4 @@ class Request:
     arrival_index: int = 0
     priority: int = 0
     cache_salt: str | None = None
+    grammar: CompiledGrammar | None = None

@@ -18,6 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.outputs import TokenLogprobs
 
@@ -53,11 +56,14 @@ class Draw:
             parameters those of its row.
         sample_index: which of the n siblings the token is for.
         position: where the token will stand; with the seed and sample_index it determines the noise.
+        grammar_mask: [ceil(vocabulary / 32)] int32, bit t % 32 of word t // 32 set where token t may come; None if all
+            may.
     """
 
     sequence: int
     sample_index: int
     position: int
+    grammar_mask: npt.NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

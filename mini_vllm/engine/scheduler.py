@@ -44,7 +44,7 @@ from mini_vllm.engine.scheduled_batch import (
 )
 from mini_vllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from mini_vllm.engine.sequence_table import SequenceTable
-from mini_vllm.outputs import FinishReason
+from mini_vllm.outputs import GRAMMAR_FAILED, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class _Step:
         if end == sequence.num_tokens and group.request.max_tokens > 0:
             # Before the fork, the siblings of n all draw from the last prompt token.
             siblings = (sequence.index,) if group.is_forked else range(params.n)
-            self.draws.extend(Draw(index, sample_index, end) for sample_index in siblings)
+            mask = None if sequence.grammar is None else sequence.grammar.mask()
+            self.draws.extend(Draw(index, sample_index, end, mask) for sample_index in siblings)
         if params.prompt_logprobs is not None and group.needs_prompt_logprobs:
             # Entry 0 is None, entry p + 1 comes from the logits at p; after a preemption those already there are
             # skipped.
@@ -381,9 +382,10 @@ class Scheduler:
 
     def _commit_draw(self, parent: Sequence, draw: Draw, token: SampledToken) -> SequenceChange:
         sequence = parent if draw.sample_index == parent.index else self._fork(parent, draw.sample_index)
-        if token.error is not None:
+        error = _failure(sequence, token)
+        if error is not None:
             sequence.finish_reason = FinishReason.ERROR
-            return SequenceChange(sequence, 0, token.error)
+            return SequenceChange(sequence, 0, error)
         self.table.append_token(sequence, token.token_id)
         sequence.token_ids.append(token.token_id)
         if token.logprobs is not None:
@@ -397,6 +399,8 @@ class Scheduler:
         if token_id in request.stop_token_ids and num_output_tokens > request.params.min_tokens:
             sequence.finish_reason = FinishReason.STOP
             sequence.stop_reason = request.stop_token_reasons.get(token_id)
+        elif sequence.grammar is not None and sequence.grammar.is_finished:
+            sequence.finish_reason = FinishReason.STOP  # also before min_tokens: there is nothing left to say
         elif num_output_tokens >= request.max_tokens:
             sequence.finish_reason = FinishReason.LENGTH
 
@@ -476,3 +480,13 @@ class Scheduler:
             room = len(sequence.block_table.blocks) * self.block_manager.block_size
             if not sequence.num_computed_tokens <= sequence.num_tokens or room < sequence.num_computed_tokens:
                 raise RuntimeError(f"scheduler: {sequence.num_computed_tokens} tokens computed in {room} slots")
+
+
+def _failure(sequence: Sequence, token: SampledToken) -> str | None:
+    """Why the draw gave nothing that the sequence can go on with. If there is a grammar, the token moves it on."""
+    grammar = sequence.grammar
+    if grammar is None:
+        return token.error
+    if token.error is None:
+        grammar.advance(token.token_id)
+    return token.error if grammar.error is None else f"{GRAMMAR_FAILED}: {grammar.error}"

@@ -44,6 +44,7 @@ class Sequence:
     __slots__ = (
         "block_table",
         "finish_reason",
+        "grammar",
         "group",
         "index",
         "logprobs",
@@ -65,6 +66,8 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []  # one an output token, if asked for
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        grammar = group.request.grammar  # a sequence is made before its first output token, so it starts anew
+        self.grammar = None if grammar is None else grammar.new_state()
 
     @property
     def num_tokens(self) -> int:

@@ -79,7 +79,18 @@ def _worked_draws(
         allowed=builder.pairs(builder.allowed),
         forbidden=builder.pairs(builder.forbidden),
         bias=builder.pairs(builder.bias),
+        grammar_mask=_grammar_masks([draws[index] for index in worked], device),
     )
+
+
+def _grammar_masks(draws: Sequence[Draw], device: torch.device) -> Tensor | None:
+    """[W, ceil(vocabulary / 32)] int32; all bits are set for a draw without a grammar. None if no draw has one."""
+    masks = [draw.grammar_mask for draw in draws]
+    one = next((mask for mask in masks if mask is not None), None)
+    if one is None:
+        return None
+    everything = np.full_like(one, -1)
+    return torch.from_numpy(np.stack([everything if mask is None else mask for mask in masks])).to(device)
 
 
 class _AdjustmentBuilder:

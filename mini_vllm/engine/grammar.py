@@ -1,0 +1,210 @@
+"""Grammars: which tokens may come next, so that an answer has the form that its request asks for.
+
+Where it stands: the input processor compiles a request's form once; every sequence walks through it with a state of its
+own. The scheduler asks the state for a mask when it schedules a draw, and moves it on when it commits the token:
+
+    StructuredOutputsParams -> GrammarCompiler -> CompiledGrammar -> GrammarState, one a sequence
+                               (off the loop)     (Request)           mask() -> Draw -> sampler -> advance(token)
+
+    regex  ab?   state    allowed                 finished
+                 ""       a                       no
+                 "a"      b, end of sequence      no: the model chooses
+                 "ab"     end of sequence         yes: nothing else can come, so nobody waits for it
+
+What always holds: an end of sequence is allowed exactly where the answer is complete; an id without text, or beyond the
+tokenizer's vocabulary, is never allowed; a form that cannot be compiled, or only in part, is refused with the reason.
+
+The work is done by the `llguidance` library (an Earley parser over derivative-based regular expressions that walks the
+vocabulary as a trie). In vLLM: `vllm/v1/structured_output/`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask
+
+from mini_vllm.structured_outputs import StructuredOutputsParams, refuse
+from mini_vllm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # exists for type checkers only
+
+Bitmask = npt.NDArray[np.int32]
+
+CACHED_GRAMMARS = 64
+MAX_REASON = 300  # characters of the library's explanation that a message shows
+# A model must not write blanks for ever, and a keyword that the library does not enforce is an error.
+JSON_OVERRIDES: Mapping[str, Any] = MappingProxyType(
+    {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,2}", "lenient": False, "coerce_one_of": False}
+)
+
+
+class GrammarState:
+    """How far one sequence is in its grammar.
+
+    Args:
+        matcher: the library's state, at the beginning, this object's own.
+        ends: [ceil(vocabulary / 32)] int32, bits of the ids that end a sequence.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: Bitmask) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._mask: Bitmask | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot go on (it became too complex); None as long as it can."""
+        return _reason(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    def mask(self) -> Bitmask:
+        """Tokens that may come next: [ceil(vocabulary / 32)] int32, bit t % 32 of word t // 32 set for token t.
+
+        No bit is set after an error. The array is the caller's to keep and not to change.
+        """
+        if self._mask is None:
+            mask = np.zeros((1, len(self._ends)), np.int32)
+            fill_next_token_bitmask(self._matcher, mask)
+            # After an error the library allows an end of sequence, as if all were well.
+            self._mask = np.zeros_like(mask[0]) if self._matcher.is_error() else mask[0]
+        return self._mask
+
+    def advance(self, token_id: int) -> None:
+        """Take the token that was drawn."""
+        self._mask = None
+        self._matcher.consume_token(token_id)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete and nothing but an end of sequence can follow."""
+        if self._matcher.is_error():
+            return False
+        if self._matcher.is_stopped():
+            return True
+        return self._matcher.is_accepting() and not (self.mask() & ~self._ends).any()
+
+
+class CompiledGrammar:
+    """A form, ready for any number of sequences. It never changes, so threads may share it."""
+
+    def __init__(self, matcher: LLMatcher, ends: Bitmask) -> None:
+        self._matcher = matcher
+        self._ends = ends
+
+    def new_state(self) -> GrammarState:
+        """The state of a sequence that has no output yet."""
+        return GrammarState(self._matcher.deep_copy(), self._ends)
+
+
+class GrammarCompiler:
+    """Compiles forms for one tokenizer, and remembers the latest. Threads may call it at the same time.
+
+    Args:
+        tokenizer: the model's.
+        vocab_size: width of the logits; ids from the tokenizer's size on are never allowed.
+        eos_token_ids: every id that ends a sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self._ends = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token_id in self._eos_token_ids:
+            self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._trie: LLTokenizer | None = None
+        self._trie_lock = threading.Lock()
+        self._cache: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+        self._cache_lock = threading.Lock()
+
+    def compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
+        """The grammar of a form.
+
+        Raises:
+            InvalidRequestError: with the reason, for a form that makes no sense, is not supported, or is too complex.
+        """
+        with self._cache_lock:
+            if form in self._cache:
+                self._cache.move_to_end(form)
+                return self._cache[form]
+        if not self._eos_token_ids:
+            raise refuse("this model has no end-of-sequence token, so no answer could end where its form does")
+        # The library counts its work ("fuel") and gives up where there is too much; nothing runs without bound.
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._vocabulary(), _grammar_source(form), log_level=0, limits=limits)
+        ends = self._ends.view(np.int32)
+        grammar = CompiledGrammar(matcher, ends)
+        state = grammar.new_state()
+        if matcher.is_error():
+            raise refuse(_reason(matcher.get_error()))
+        if warnings := matcher.get_grammar_warnings():
+            raise refuse(f"not all of it can be enforced: {_reason('; '.join(warnings))}")
+        if not state.mask().any() or state.error is not None:
+            raise refuse(state.error or "no token of this model can begin such an answer")
+        with self._cache_lock:
+            self._cache[form] = grammar
+            if len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def _vocabulary(self) -> LLTokenizer:
+        """The vocabulary as the library's trie, made when the first grammar needs it."""
+        with self._trie_lock:
+            if self._trie is None:
+                words = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                # The library takes any object with these attributes; its type names one class of its own.
+                self._trie = LLTokenizer(words, self._vocab_size, self._eos_token_ids)  # type: ignore[arg-type]
+            return self._trie
+
+
+class _Vocabulary:
+    """The bytes of every id, under the names by which the library asks for them."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_ids[0]
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        special = tokenizer.special_token_ids.union(eos_token_ids)
+        self.special_token_ids = sorted(token_id for token_id in special if token_id < vocab_size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", errors="replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _grammar_source(form: StructuredOutputsParams) -> str:
+    """The form in the library's own language."""
+    if isinstance(form.json, str) or form.json_object:
+        schema = form.json if isinstance(form.json, str) else '{"type": "object"}'
+        return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", dict(JSON_OVERRIDES)))
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.choice is not None:
+        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(form.grammar or ""))
+    except Exception as error:  # the converter raises this very class for a rule that is missing
+        raise refuse(f"the grammar cannot be read: {_reason(str(error))}") from error
+
+
+def _reason(message: str) -> str:
+    """The library's explanation, without what it adds on its own state."""
+    message = " ".join(message.partition("<state>")[0].replace("<non-verbose/>", "").split())
+    if message.startswith("NoExtension"):
+        return "no text satisfies it"
+    return message if len(message) <= MAX_REASON else message[: MAX_REASON - 3] + "..."

@@ -1,0 +1,140 @@
+"""`StructuredOutputsParams`: the form that a request wants its text to have.
+
+Where it stands: a field of `SamplingParams`. `engine/grammar.py` compiles it; nobody behind that looks at it.
+
+What always holds: an object that exists names exactly one form, within the bounds below, so that whoever compiles it
+meets no megabytes and no nesting that overflows a stack. Whether the form makes sense is for the compiler to say. It is
+hashable: it is the key of the compiler's cache.
+
+In vLLM: `StructuredOutputsParams` in `vllm/sampling_params.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mini_vllm.errors import InvalidRequestError
+
+MAX_FORM_LENGTH = 64 * 1024  # characters of a schema, regex or grammar, or of all choices together
+MAX_FORM_DEPTH = 64  # brackets inside brackets
+MAX_CHOICES = 1024
+PARAM = "structured_outputs"
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """One of five forms.
+
+    Args:
+        json: a JSON schema, as an object or as its text; afterwards its text, without `x-guidance`.
+        regex: the whole answer matches it.
+        choice: the answer is one of these texts.
+        grammar: the answer is a sentence of this grammar: EBNF with `::=` and a rule `root` (GBNF, as llama.cpp has
+            it), or Lark with a rule `start`.
+        json_object: true for any JSON object.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise refuse(f"needs exactly one of {', '.join(names)}; got {' and '.join(given) or 'none'}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))  # only while the object is made
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        if self.json_object is not None and self.json_object is not True:
+            raise refuse(f"json_object must be true, or left out; got {self.json_object!r}")
+        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
+            if text is not None:
+                _check_text(name, text)
+                _check_brackets(name, text)
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> StructuredOutputsParams:
+        """A form from names and values; an unknown name is refused."""
+        known = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
+        for name in fields:
+            if name not in known:
+                raise refuse(f"has an unknown field {str(name)[:80]!r}; known ones: {', '.join(known)}")
+        return StructuredOutputsParams(**fields)
+
+
+def refuse(reason: str) -> InvalidRequestError:
+    """The error of a form that cannot be had."""
+    return InvalidRequestError(f"{PARAM}: {reason}", param=PARAM)
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str) or not text.strip():
+        raise refuse(f"{name} must be a text that is not empty; got {str(text)[:80]!r}")
+    if len(text) > MAX_FORM_LENGTH:
+        raise refuse(f"{name} has {len(text)} characters; at most {MAX_FORM_LENGTH} are allowed")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise refuse(f"{name} holds half a surrogate pair, which is no character")
+
+
+def _schema_text(schema: Any) -> str:
+    """The text of a JSON schema, checked."""
+    try:
+        if isinstance(schema, str):
+            _check_text("json", schema)
+            schema = json.loads(schema)
+        if not isinstance(schema, Mapping):
+            raise refuse(f"json must be a JSON schema, an object; got {str(schema)[:80]!r}")
+        # x-guidance would change our own settings of the compiler (white space, unknown keywords).
+        text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"}, ensure_ascii=False)
+    except RecursionError:
+        raise refuse(f"json is nested deeper than {MAX_FORM_DEPTH} levels") from None
+    except InvalidRequestError:
+        raise
+    except (ValueError, TypeError) as error:  # damaged JSON, or values that JSON does not have
+        raise refuse(f"json is not a JSON schema: {str(error)[:200]}") from error
+    _check_text("json", text)
+    _check_depth(schema)
+    return text
+
+
+def _check_depth(schema: Any) -> None:
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_FORM_DEPTH:
+            raise refuse(f"json is nested deeper than {MAX_FORM_DEPTH} levels")
+        inner = [item for item in level if isinstance(item, (Mapping, list, tuple))]
+        level = [child for item in inner for child in (item.values() if isinstance(item, Mapping) else item)]
+
+
+def _check_brackets(name: str, text: str) -> None:
+    depth, is_escaped = 0, False
+    for character in text:
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+        if depth > MAX_FORM_DEPTH:
+            raise refuse(f"{name} has brackets inside brackets deeper than {MAX_FORM_DEPTH} levels")
+
+
+def _choices(choices: Any) -> tuple[str, ...]:
+    if isinstance(choices, (str, bytes)) or not isinstance(choices, Sequence) or not choices:
+        raise refuse(f"choice must be a list of texts, at least one; got {str(choices)[:80]!r}")
+    if len(choices) > MAX_CHOICES:
+        raise refuse(f"choice holds {len(choices)} texts; at most {MAX_CHOICES} are allowed")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise refuse(f"choice must hold only texts that are not empty; got {str(choice)[:80]!r}")
+    _check_text("choice", "".join(choices) + ".")
+    return tuple(choices)
