@@ -28,6 +28,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 # Enough to keep a few cores busy in a matrix product, and few enough that a running stream waits for one chunk of
 # somebody else's long prompt only a second or so where a CPU computes some hundred tokens a second.
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+MAX_THREADS = 1024  # more crash the thread pool rather than being refused by it
 MAX_SEQUENCES = 65_536  # a bound for max_num_seqs: each one is a row of every persistent array
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -130,6 +131,15 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidConfigError(f"{name} must be a whole number of 1 or more, got {value!r}", field=name)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise InvalidConfigError(f"threads must be at most {MAX_THREADS}, got {self.threads}", field="threads")
+        if self.max_model_len == 1:
+            raise InvalidConfigError(
+                "max_model_len must be 2 or more: a prompt token and an answer", field="max_model_len"
+            )
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "debug_checks"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidConfigError(f"{name} must be true or false, got {getattr(self, name)!r}", field=name)
         if self.max_num_seqs > MAX_SEQUENCES:
             raise InvalidConfigError(
                 f"max_num_seqs must be at most {MAX_SEQUENCES}, got {self.max_num_seqs}", field="max_num_seqs"

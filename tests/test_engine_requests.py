@@ -49,6 +49,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([2**63], {}, "prompt"),
     ([True], {}, "prompt"),
     (None, {}, "prompt"),
+    (b"abc", {}, "prompt"),
     ([{"role": "user", "content": 5}], {}, "messages[0].content"),
     ([1] * 257, {}, "prompt"),
     ([1] * 256, {}, "prompt"),
@@ -317,6 +318,40 @@ def test_the_prompt_of_n_is_computed_once() -> None:
     assert model.num_logits_rows == 1 + 4 * 4
 
 
+def test_a_listener_that_fails_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    def broken(event: object) -> None:
+        raise RuntimeError("a listener's fault")
+
+    config = EngineConfig(num_kv_blocks=64)
+    model = ScriptedModel(lambda token, position: {97 + position % 26: 9.0})
+    engine = LLMEngine(config=config, parts=parts_for(model, config), listener=broken)
+    assert final_text(engine) == final_text(echo_engine())
+    assert_quiet(engine)
+
+
+def test_a_refused_request_does_not_move_the_seeds_of_the_next_one() -> None:
+    texts = []
+    for refusals in (0, 2):
+        engine = make_engine(tiny_transformer(), seed=5)
+        for _ in range(refusals):
+            with pytest.raises(InvalidRequestError):
+                engine.add_request("Hello", max_tokens=10**6)
+        texts.append(final_text(engine, temperature=1.0, max_tokens=12))
+    assert texts[0] == texts[1]
+
+
+def test_two_requests_made_with_one_id_are_not_both_taken() -> None:
+    engine = echo_engine()
+    requests = [engine.make_request("a", SamplingParams(), request_id="mine") for _ in range(2)]
+    engine.enqueue(requests[0])
+    with pytest.raises(InvalidRequestError, match="mine"):
+        engine.enqueue(requests[1])
+    assert len(run_to_end(engine)["mine"]) > 0
+    assert_quiet(engine)
+
+
 # ---- times --------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +442,10 @@ def test_a_wrong_number_of_sampling_params_is_refused() -> None:
         ({"cache": "contiguous", "enable_prefix_caching": True}, "enable_prefix_caching"),
         ({"block_size": 12}, "block_size"),
         ({"max_model_len": 257}, "max_model_len"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"threads": 100_000}, "threads"),
+        ({"num_kv_blocks": 10**12}, "num_kv_blocks"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": True}, "max_num_seqs"),
         (

@@ -12,11 +12,14 @@ In vLLM: `vllm/distributed/kv_events.py` and the statistics in `vllm/v1/metrics/
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mini_vllm.cache.block_manager import BlockCopy, BlockStats
 from mini_vllm.outputs import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,3 +146,17 @@ def fan_out(*listeners: EventListener | None) -> EventListener | None:
             listener(event)
 
     return call_all
+
+
+def guarded(listener: EventListener | None) -> EventListener | None:
+    """The same listener, but what it raises goes into the log: whoever watches must not disturb the engine."""
+    if listener is None:
+        return None
+
+    def call(event: Event) -> None:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("a listener failed at %s; the engine goes on", type(event).__name__)
+
+    return call

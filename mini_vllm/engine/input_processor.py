@@ -55,7 +55,7 @@ class InputProcessor:
     Args:
         config: with its limits settled.
         tokenizer: the model's.
-        chat_template: the model's, or the user's own; None if there is none.
+        chat_template: the model's, or the user's own; it may hold no template, and then refuses messages.
         facts: what requests are checked against.
         clock: seconds, monotonic.
     """
@@ -111,14 +111,17 @@ class InputProcessor:
             raise InvalidRequestError(f"priority must be a whole number, got {priority!r}", param="priority")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}", param="cache_salt")
+        max_tokens = self._max_tokens(len(token_ids), asked_for, params, is_chat=is_chat(prompt))
         stop_ids, reasons = self._stop_token_ids(params)
+        grammar = self._grammar(params)
+        # Everything that can be refused has been, so a refused request moves neither the seeds nor the arrivals.
         return Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             params=params,
             seed=_signed_64_bit(self._seeds.getrandbits(64) if params.seed is None else params.seed),
-            max_tokens=self._max_tokens(len(token_ids), asked_for, params, is_chat=is_chat(prompt)),
+            max_tokens=max_tokens,
             stop_token_ids=stop_ids,
             stop_token_reasons=reasons,
             bad_words_token_ids=self._bad_words_token_ids(params),
@@ -126,7 +129,7 @@ class InputProcessor:
             arrival_index=next(self._arrivals),
             priority=priority,
             cache_salt=cache_salt,
-            grammar=self._grammar(params),
+            grammar=grammar,
         )
 
     def _tokenize(self, prompt: Prompt, template_options: Mapping[str, Any]) -> list[int]:
@@ -230,7 +233,7 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def _checked_token_ids(prompt: object) -> list[int]:
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidRequestError(
             f"prompt must be text, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
         )

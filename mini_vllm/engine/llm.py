@@ -18,7 +18,7 @@ from mini_vllm.sampling_params import SamplingParams
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. For one thread; `AsyncLLMEngine` serves many callers at once.
 
     Args:
         model: a known short name, a local directory, a local `.gguf` file, or a Hugging Face id.

@@ -128,7 +128,7 @@ class LLMEngine:
         )
         self.pool = plan
         self._trace = None if config.trace is None else TraceWriter(Path(config.trace), clock=clock)
-        listener = events.fan_out(listener, self._trace)
+        listener = events.guarded(events.fan_out(listener, self._trace))
         self.scheduler = Scheduler(self.config, blocks, listener, clock)
         self._executor = parts.executor
         self._executor.allocate(plan, self.scheduler.table)
@@ -173,6 +173,10 @@ class LLMEngine:
                 param="sampling_params",
             )
         params = SamplingParams.from_fields(fields) if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
+            )
         request = self.make_request(
             prompt,
             params,
@@ -194,7 +198,10 @@ class LLMEngine:
         cache_salt: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> Request:
-        """The first half of `add_request`: check and tokenise. It touches no state, so any thread may call it."""
+        """The first half of `add_request`: check and tokenise.
+
+        Any thread may call it: all it changes are the counter of arrivals and the stream of seeds, each in one step.
+        """
         return self._input_processor.make_request(
             self._fresh_id(request_id),
             prompt,
@@ -205,10 +212,15 @@ class LLMEngine:
         )
 
     def enqueue(self, request: Request) -> None:
-        """The second half of `add_request`: the request waits from now on."""
+        """The second half of `add_request`: the request waits from now on.
+
+        Raises:
+            InvalidRequestError: a live request has its id.
+        """
+        self._fresh_id(request.request_id)
         group = SequenceGroup(request)
+        self.scheduler.add(group)  # first, since a policy of the user's own may raise: then nothing has happened
         self._output_processor.add(group)
-        self.scheduler.add(group)
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it stands; its blocks are free before the next step. An unknown id is ignored.
@@ -234,32 +246,35 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one step and return an output for each request that moved."""
         started = self._clock()
-        outputs, self._undelivered = self._undelivered, []
         if self._listener is not None and (self.scheduler.num_running or self.scheduler.num_waiting):
             self._listener(events.StepStarted())
         batch = self.scheduler.schedule()
         if batch.is_empty:
             if self.scheduler.num_waiting:
                 raise RuntimeError("the scheduler lets nobody run although nothing runs; this is a bug in it")
-            return outputs
+            return self._take_outputs()
         try:
             if batch.block_copies:
                 self._executor.copy_blocks(batch.block_copies)
             result = self._execute(batch)
         except BaseException:  # Ctrl-C: the blocks that this step was given hold nothing, so they go back
             self.scheduler.preempt_all()
-            self._undelivered = outputs
             raise
         if self._listener is not None:
             self._listener(events.StepExecuted())
         changes = self.scheduler.commit(batch, result)
         moved, stopped = self._output_processor.process(changes)
+        self._undelivered += moved
         self.scheduler.finish(stopped)
         if self._listener is not None:
             scheduler, seconds = self.scheduler, self._clock() - started
             blocks = scheduler.block_manager.stats
             self._listener(events.StepFinished(seconds, scheduler.num_waiting, scheduler.num_running, blocks))
-        return outputs + moved
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[RequestOutput]:
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     def _execute(self, batch: ScheduledBatch) -> ModelOutput:
         """Run a batch; if that fails, run its sequences one by one and fail only those that fail alone."""

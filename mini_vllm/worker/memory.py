@@ -64,6 +64,7 @@ def plan_pool(config: EngineConfig, max_model_len: int, block_bytes: int, device
     useful = config.max_num_seqs * -(-max_model_len // block_size)
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
+        _check_room(num_blocks, max(block_bytes, 1), device)
     elif block_bytes == 0:
         num_blocks = useful
     else:
@@ -81,6 +82,16 @@ def plan_pool(config: EngineConfig, max_model_len: int, block_bytes: int, device
     plan = PoolPlan(num_blocks, block_size, min(max_model_len, num_blocks * block_size), block_bytes)
     _log(plan, max_model_len)
     return plan
+
+
+def _check_room(num_blocks: int, block_bytes: int, device: torch.device) -> None:
+    free = free_memory(device)
+    if num_blocks * block_bytes > free:
+        raise InvalidConfigError(
+            f"num_kv_blocks={num_blocks} takes {num_blocks * block_bytes:,} bytes, and {free:,} are free; "
+            f"ask for at most {free // block_bytes}",
+            field="num_kv_blocks",
+        )
 
 
 def _log(plan: PoolPlan, wanted_max_model_len: int) -> None:

@@ -1,13 +1,13 @@
 """PagedAttention in plain PyTorch (`attention_backend="reference"`): keys and values are read through the block table.
 
-Where it stands: the default for `cache="paged"` where nothing faster fits, and what every fast kernel is tested
-    against.
+Where it stands: the default for `cache="paged"` where nothing faster fits, and what every fast kernel is
+tested against.
 
 The sequences of a step fall into three kinds, each with the plainest way to compute it:
 
-    prefill, nothing cached   context = its own new tokens       attends within the batch's own rows; the cache is not
-    read prefill, cached prefix    several new tokens, older context  its slots are gathered, then as above
-    decode                    one new token, older context       all decodes at once: gathered to [B, longest, ...]
+    prefill, nothing cached   context = its own new tokens       attends within the batch's own rows; reads no cache
+    prefill, cached prefix    several new tokens, older context  its slots are gathered, then as above
+    decode                    one new token, older context       all decodes at once: gathered to [D, longest, ...]
 
 How a decode finds its keys. Position j of a sequence lies in logical block j // block_size, at offset j % block_size:
 
