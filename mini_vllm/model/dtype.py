@@ -58,10 +58,8 @@ def resolve_dtype(name: str, device: str | torch.device, checkpoint_dtype: str |
 
 def processor_features() -> frozenset[str]:
     """Names of the processor's instruction sets: Linux's own list, else what PyTorch knows; empty if nobody says."""
-    try:
+    if _CPU_INFO.exists():  # Linux
         return _features_of_cpu_info(_CPU_INFO.read_text(encoding="utf-8", errors="replace"))
-    except OSError:  # not Linux
-        pass
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every PyTorch that we run on
     if capabilities is None:
         return frozenset()
