@@ -67,6 +67,9 @@ class ScriptedModel:
         self.num_computed_tokens = 0
         self.num_logits_rows = 0
 
+    def settle_context(self, max_model_len: int) -> None:
+        """Nothing here depends on it."""
+
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         self.num_computed_tokens += len(input_ids)
         key = torch.stack([input_ids, positions], -1).float()[:, None]
@@ -107,13 +110,13 @@ TINY_CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
+    norm_eps=1e-5,
+    ropes=(RopeConfig(), RopeConfig()),
     tie_word_embeddings=False,
     qkv_bias=False,
     output_bias=False,
     mlp_bias=False,
-    qk_norm=False,
+    qk_norm=None,
     sliding_windows=(None, None),
     eos_token_ids=frozenset({EOS}),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.errors import InvalidConfigError
+from mini_vllm.model import attention_backends
 from mini_vllm.model.attention import AttentionLayerSpec, AttentionMetadata
 from mini_vllm.model.attention_backends import make_backend
+from mini_vllm.model.attention_backends.contiguous import ContiguousBackend
+from mini_vllm.model.attention_backends.paged_reference import PagedReferenceBackend
 
 CPU = torch.device("cpu")
 
@@ -23,6 +27,8 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layer: AttentionL
     group = layer.num_heads // layer.num_kv_heads
     key, value = key.repeat_interleave(group, 1).double(), value.repeat_interleave(group, 1).double()
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
     position = torch.arange(len(key))
     distance = (position[None, :] - position[len(key) - len(query) :, None]).neg()  # [Q, K]
     visible = (distance >= 0) & (distance < (layer.sliding_window or len(key)))
@@ -71,6 +77,8 @@ LAYERS = [
     AttentionLayerSpec(6, 1, 16, 0.1),
     AttentionLayerSpec(4, 2, 8, 8**-0.5, sliding_window=5),
     AttentionLayerSpec(4, 1, 8, 8**-0.5, sliding_window=1),
+    AttentionLayerSpec(4, 2, 8, 1.0, softcap=2.0),
+    AttentionLayerSpec(6, 1, 16, 0.5, sliding_window=7, softcap=1.5),
 ]
 
 
@@ -172,3 +180,24 @@ def test_a_backend_that_does_not_fit_is_refused(name: str, cache: str) -> None:
     with pytest.raises(InvalidConfigError, match=name) as error:
         make_backend(name, cache, 16, torch.float32, CPU)
     assert error.value.field == "attention_backend"
+
+
+def test_a_backend_refuses_layers_that_it_does_not_implement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedReferenceBackend, "lacks", staticmethod(_no_softcap))
+    make_backend("reference", "paged", 16, torch.float32, CPU, [AttentionLayerSpec(4, 2, 8, 1.0)])
+    with pytest.raises(InvalidConfigError, match="'reference' does not implement score capping") as error:
+        make_backend("reference", "paged", 16, torch.float32, CPU, [AttentionLayerSpec(4, 2, 8, 1.0, softcap=2.0)])
+    assert error.value.field == "attention_backend"
+
+
+def test_auto_passes_over_a_backend_that_does_not_implement_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ContiguousBackend, "lacks", staticmethod(_no_softcap))
+    monkeypatch.setitem(attention_backends._AUTOMATIC, "paged", ("contiguous", "reference"))
+    monkeypatch.setitem(attention_backends._MODULES, "contiguous", ("paged", "contiguous", "ContiguousBackend"))
+    plain, capped = AttentionLayerSpec(4, 2, 8, 1.0), AttentionLayerSpec(4, 2, 8, 1.0, softcap=2.0)
+    chosen = [make_backend("auto", "paged", 16, torch.float32, CPU, layers) for layers in ([plain], [plain, capped])]
+    assert [type(backend) for backend in chosen] == [ContiguousBackend, PagedReferenceBackend]
+
+
+def _no_softcap(layers: Sequence[AttentionLayerSpec]) -> str | None:
+    return "score capping" if any(layer.softcap is not None for layer in layers) else None

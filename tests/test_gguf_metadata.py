@@ -89,7 +89,7 @@ def test_every_number_reaches_the_configuration(read: Callable[..., ModelConfig]
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 8)
     assert (config.max_position_embeddings, config.rope) == (64, RopeConfig(theta=10_000.0))
     assert (config.bos_token_id, config.eos_token_ids) == (1, frozenset({2}))
-    assert config.rms_norm_eps == pytest.approx(1e-6)
+    assert config.norm_eps == pytest.approx(1e-6)
 
 
 def test_ends_of_turn_and_message_are_ends_of_sequence_too(read: Callable[..., ModelConfig]) -> None:

@@ -143,7 +143,7 @@ def test_a_model_saved_as_gguf_has_the_parameters_and_the_configuration_of_the_c
     assert loaded.config == dataclasses.replace(
         expected.config,
         checkpoint_dtype=None,
-        rms_norm_eps=pytest.approx(expected.config.rms_norm_eps),
+        norm_eps=pytest.approx(expected.config.norm_eps),
     )
     assert loaded.config.tie_word_embeddings is tied
     theirs = expected.state_dict()

@@ -350,8 +350,8 @@ def test_a_damaged_configuration_is_named(directory: Path, content: str) -> None
 
 
 def test_a_refused_configuration_names_the_directory(directory: Path) -> None:
-    _change_config(directory, hidden_act="gelu")
-    with pytest.raises(UnsupportedModelError, match=re.escape(str(directory)) + r": hidden_act='gelu'"):
+    _change_config(directory, hidden_act="relu2")
+    with pytest.raises(UnsupportedModelError, match=re.escape(str(directory)) + r": hidden_act='relu2'"):
         _load(directory)
 
 

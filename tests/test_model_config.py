@@ -50,7 +50,7 @@ def test_the_default_model_is_read_in_full() -> None:
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (49152, 576, 1536)
     assert config.max_position_embeddings == 8192
-    assert config.rms_norm_eps == 1e-5
+    assert config.norm_eps == 1e-5
     assert config.rope == RopeConfig("default", theta=100000.0)
     assert config.tie_word_embeddings
     assert not any([config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm])
@@ -194,8 +194,8 @@ def test_the_context_that_each_rope_type_gives(rope: dict[str, Any], context: in
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": None, "model_type": "llama"}, ["None", "llama", "LlamaForCausalLM"]),
         ({"architectures": [["LlamaForCausalLM"]]}, ["LlamaForCausalLM"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope", "linear", "yarn"]),
+        ({"hidden_act": "relu2"}, ["hidden_act", "relu2", "silu"]),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, ["proportional", "linear", "yarn"]),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope", "linear"]),
         ({"rope_scaling": {"type": "mrope", "rope_type": "default"}}, ["mrope", "linear"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["full_attention", "rope_theta"]),

@@ -116,6 +116,9 @@ class TimedModel:
     def layer_specs(self) -> list[AttentionLayerSpec]:
         return self._model.layer_specs
 
+    def settle_context(self, max_model_len: int) -> None:
+        self._model.settle_context(max_model_len)
+
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         return self._model(input_ids, positions, attention)
 

@@ -32,6 +32,7 @@ class AttentionLayerSpec:
         head_dim: width of one head.
         scale: what query-key products are multiplied by, usually head_dim ** -0.5.
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None sees all.
+        softcap: c of s -> c tanh(s / c) on the scaled products, before the softmax; None: no cap.
     """
 
     num_heads: int
@@ -39,6 +40,7 @@ class AttentionLayerSpec:
     head_dim: int
     scale: float
     sliding_window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,16 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     """A way to store keys and values and to attend over them. It owns the memory layout.
 
+    A backend need not implement every kind of layer: the class says what it lacks, before it is made.
+
     A backend is made for one block size, dtype and device (`attention_backends.make_backend`). For the contiguous cache
     a "block" is a slot for one whole sequence: the block tables have one column.
     """
+
+    @staticmethod
+    def lacks(layers: Sequence[AttentionLayerSpec]) -> str | None:
+        """What these layers ask for that this backend does not implement, in words; None if it can run them."""
+        ...
 
     def block_bytes(self, layers: Sequence[AttentionLayerSpec]) -> int:
         """Bytes that one block takes in all layers together; 0 if nothing is stored."""

@@ -18,7 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+NormKind = Literal["rms", "rms_float32", "rms_plus_one", "layer"]
+QKNorm = Literal["head", "each_head", "width"]
+Block = Literal["pre", "post", "sandwich", "parallel", "parallel_one_norm"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,21 @@ class RopeConfig:
     Args:
         rope_type: "default"; "linear" (all angles divided by `factor`); "llama3" (slow pairs only); "yarn" (a ramp from
             fast pairs to slow ones, Peng et al. 2023, arXiv:2309.00071); "dynamic" (depends on the current length, so
-            it is settled at load: the context is capped where it equals "default").
+            it is settled at load: the context is capped where it equals "default"); "longrope" (each pair slowed by a
+            factor of its own, one list for texts up to the original context and one for longer ones, Ding et al. 2024,
+            arXiv:2402.13753; the engine's longest context decides which, see `rotary.py`).
         theta: base of the geometric series of frequencies.
         factor: how many times longer the context gets.
-        original_max_position: context of the first training, in tokens; what llama3 and yarn measure wavelengths by.
+        original_max_position: context of the first training, in tokens; what llama3 and yarn measure wavelengths by,
+            and what longrope compares the longest context with.
         low_freq_factor, high_freq_factor: llama3 only: a pair that turns less than `low_freq_factor` times within the
             original context is slowed by `factor`, one that turns more than `high_freq_factor` times is left alone.
         beta_fast, beta_slow: yarn only: the same two limits, in the opposite order.
         truncate: yarn only: whether the ends of the ramp are rounded outwards to whole pairs.
-        attention_factor: yarn only: cos and sin are multiplied by it, so attention scores by its square.
+        attention_factor: yarn and longrope: cos and sin are multiplied by it, so attention scores by its square.
+        short_factors, long_factors: longrope only: what each pair's period is multiplied by, [rotary_dim / 2].
+        partial: the part of a head that turns: the first `rotary_dim(head_dim)` dimensions; the rest stay.
+        interleaved: a pair is two dimensions side by side, not half a head apart.
     """
 
     rope_type: RopeType = "default"
@@ -53,11 +63,43 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    partial: float = 1.0
+    interleaved: bool = False
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head turn."""
+        return int(head_dim * self.partial)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward networks of which each token uses a few (mixture of experts, Shazeer et al. 2017, arXiv:1701.06538).
+
+    Args:
+        num_experts: networks in a layer.
+        experts_per_token: how many of them a token uses: those that its router rates highest.
+        intermediate_size: width inside one of them.
+        normalize: the weights of the chosen ones are divided by their sum.
+        shared_intermediate_size: width of one more network that every token uses, weighed by a gate of its own;
+            0: there is none.
+        layers: the layers that have experts; the others have one network of `ModelConfig.intermediate_size`.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize: bool
+    shared_intermediate_size: int
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer, layer by layer, in the terms of `transformer.py`.
+
+    The fields with defaults are what families differ in; the defaults are Llama's.
 
     Args:
         architecture: the checkpoint's class name, such as "LlamaForCausalLM".
@@ -69,17 +111,32 @@ class ModelConfig:
         num_kv_heads: key/value heads; divides num_heads.
         head_dim: width of one head, even; num_heads * head_dim need not be hidden_size.
         max_position_embeddings: longest context in tokens, rope scaling included: the engine's upper limit.
-        rms_norm_eps: added to the mean square before the root.
-        rope: the rotary embedding.
+        norm_eps: added to the mean square (or the variance) before the root.
+        ropes: the rotary embedding of each layer; None for a layer that does not turn queries and keys.
         tie_word_embeddings: the output head is the embedding matrix.
         qkv_bias, output_bias: biases of the attention's input projections and of its output projection.
         mlp_bias: biases of the feed-forward network.
-        qk_norm: RMSNorm over each query and key head before the rotary embedding.
+        qk_norm: norms of queries and keys before the rotary embedding: "head" (each head, one weight for all heads),
+            "each_head" (each head, with a weight of its own), "width" (all heads together); None: no norms.
         sliding_windows: one entry a layer: keys a query sees, itself included; None sees all.
         bos_token_id: beginning of sequence, if the configuration names one.
         eos_token_ids: every end-of-sequence id that the configuration names.
         checkpoint_dtype: dtype the checkpoint says it was saved in ("bfloat16"), None when it does not say.
         notes: what was decided while reading, one sentence each; the engine logs them at start.
+        block: how attention, feed-forward network and norms are wired; `transformer.py` has the pictures.
+        norm: "rms"; "rms_float32" (rounded after the weight is multiplied, not before); "rms_plus_one" (the same, and
+            the weight counts from 1); "layer" (LayerNorm: the mean is taken away).
+        norm_bias: LayerNorm has a bias.
+        activation: of the feed-forward network; "gelu_tanh" is GELU's approximation by tanh.
+        gated_mlp: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
+        experts: the mixture of experts; None: every layer has one network.
+        learned_positions: positions are a table of vectors that are added to the embedding.
+        embedding_scale: what the embedding is multiplied by.
+        residual_scale: what attention and feed-forward network are multiplied by before they are added.
+        attention_scale: what query-key products are multiplied by; None: head_dim ** -0.5.
+        attention_softcap: c of s -> c tanh(s / c) on these products; None: no cap.
+        logit_scale: what the logits are multiplied by.
+        logit_softcap: c of l -> c tanh(l / c) on the logits; None: no cap.
     """
 
     architecture: str
@@ -91,18 +148,36 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
+    norm_eps: float
+    ropes: tuple[RopeConfig | None, ...]
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QKNorm | None
     sliding_windows: tuple[int | None, ...]
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     checkpoint_dtype: str | None = None
     notes: tuple[str, ...] = ()
+    block: Block = "pre"
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    activation: Activation = "silu"
+    gated_mlp: bool = True
+    experts: ExpertsConfig | None = None
+    learned_positions: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rotary embedding of the first layer that has one; in most families all layers share it."""
+        return next((rope for rope in self.ropes if rope is not None), None)
 
     @property
     def query_size(self) -> int:

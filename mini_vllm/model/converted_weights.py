@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from mini_vllm.errors import ModelLoadError
-from mini_vllm.model.architectures import WeightSpec
 from mini_vllm.model.safetensors_source import open_safetensors
+from mini_vllm.model.weight_map import WeightSpec
 from mini_vllm.model.weight_source import WeightSource, read_parameters
 from mini_vllm.store.atomic_write import atomic_file
 

@@ -19,6 +19,7 @@ from mini_vllm.errors import ModelLoadError, UnsupportedModelError
 # Keys of Hugging Face configurations that change what a model computes, each with the values under which it changes
 # nothing. A family reads those that it implements; all others must be neutral. None stands for absent.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
     "attention_bias": (False,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -36,8 +37,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "qk_layernorm": (False,),
     "quantization_config": (),
     "query_pre_attn_scalar": (),
+    "reorder_and_upcast_attn": (False,),
     "residual_multiplier": (1,),
+    "rope_local_base_freq": (),
     "rope_interleaved": (False,),
+    "rotary_pct": (1,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
     "sliding_window": (),
     "use_bidirectional_attention": (False,),
     "use_parallel_residual": (False,),
@@ -75,6 +81,14 @@ class HFConfig:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ModelLoadError(f"{key} in {self.where} must be a positive number, not {value!r}.")
         return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive, finite numbers."""
+        values = self._value(key, None)
+        if not isinstance(values, list):
+            raise ModelLoadError(f"{key} in {self.where} must be a list of numbers, not {values!r}.")
+        entries = HFConfig({f"{key}[{i}]": value for i, value in enumerate(values)}, self.where)
+        return tuple(entries.number(name) for name in entries.raw)
 
     def boolean(self, key: str, default: bool) -> bool:
         """true or false."""

@@ -20,6 +20,13 @@ class LanguageModel(Protocol):
         """What the attention backend must know of each layer."""
         ...
 
+    def settle_context(self, max_model_len: int) -> None:
+        """Told once, before the first step: how many tokens the longest sequence can have.
+
+        For what depends on it and must not change while keys lie in a cache; most models have no such thing.
+        """
+        ...
+
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """[T] token ids and their positions, flat over all sequences -> [T, hidden_size]."""
         ...

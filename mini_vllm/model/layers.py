@@ -76,3 +76,25 @@ class SiluAndMul(nn.Module):
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+
+class Scale(nn.Module):
+    """x times a number that belongs to the model."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class SoftCap(nn.Module):
+    """c tanh(x / c): close to x while that is small, and never beyond c."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cap * torch.tanh(x / self.cap)

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from mini_vllm.config import LoadFormat
-from mini_vllm.model.architectures import WeightSpec, tied_head, weight_map
+from mini_vllm.model.architectures import tied_head, weight_map
 from mini_vllm.model.config import ModelConfig
 from mini_vllm.model.converted_weights import convert, converted_path, load_converted
 from mini_vllm.model.dtype import resolve_dtype
 from mini_vllm.model.model_files import load_model_config
 from mini_vllm.model.safetensors_source import SafetensorsSource
 from mini_vllm.model.transformer import Transformer, init_random_weights
+from mini_vllm.model.weight_map import WeightSpec
 from mini_vllm.model.weight_source import WeightSource, check_fit, read_parameters
 from mini_vllm.store.model_store import ModelFiles
 

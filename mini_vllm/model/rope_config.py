@@ -14,6 +14,9 @@ In vLLM: `vllm/model_executor/layers/rotary_embedding/__init__.py` (`get_rope`) 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import cast, get_args
 
 from mini_vllm.errors import ModelLoadError, UnsupportedModelError
@@ -26,21 +29,34 @@ _ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 _KNOWN_KEYS = frozenset(
     {"type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"}
     | {"low_freq_factor", "high_freq_factor"}
+    | {"short_factor", "long_factor"}
     | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate", "finetuned"}
 )
 
 
-def read_rope(config: HFConfig) -> RopeConfig:
+def read_rope(
+    config: HFConfig,
+    default_theta: float = RopeConfig.theta,
+    partial: float | None = None,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> RopeConfig:
     """The rotary embedding that the configuration asks for.
+
+    Args:
+        config: the parsed `config.json`.
+        default_theta: the base where the configuration has none.
+        partial: what part of a head turns where the configuration has none; None: a family that always turns all.
+        aliases: names of rope types that mean another one in this family.
 
     Raises:
         UnsupportedModelError: an unknown rope type, or an unknown key beside it.
         ModelLoadError: a missing or impossible number, or two spellings that disagree.
     """
+    reader = _RopeReader(config, default_theta, partial, aliases)
     spellings = [key for key in ("rope_parameters", "rope_scaling") if config.has(key)]
-    ropes = [_read_spelling(config, key) for key in spellings]
+    ropes = [reader.read(config.mapping(key)) for key in spellings]
     if not ropes:
-        return _read_spelling(config, "rope_parameters")
+        return reader.read(config.mapping("rope_parameters"))
     if ropes[0] != ropes[-1]:
         raise ModelLoadError(
             f"rope_parameters and rope_scaling in {config.where} disagree: {ropes[0]} and {ropes[-1]}. Remove one."
@@ -71,48 +87,70 @@ def context_length(rope: RopeConfig, max_position: int) -> tuple[int, tuple[str,
             f"at the original {length} tokens, where it equals plain RoPE"
         )
         return length, (note,)
+    if rope.rope_type == "longrope":
+        note = (
+            "longrope has two sets of rotary frequencies and a KV cache can follow only one: those for long texts if "
+            f"max_model_len is over {rope.original_max_position} tokens, those for short ones if not"
+        )
+        return max_position, (note,)
     return max_position, ()
 
 
-def _read_spelling(config: HFConfig, key: str) -> RopeConfig:
-    """Read the object under `key`; what it does not hold is looked up beside it."""
-    rope = config.mapping(key)
-    rope_type = _read_type(rope)
-    _refuse_unknown_keys(rope)
-    theta = rope.number("rope_theta", config.number("rope_theta", RopeConfig.theta))
-    if theta <= 1:
-        raise ModelLoadError(f"rope_theta={theta} of {config.where} must be greater than 1, or no pair turns slower.")
-    if rope_type == "default":
-        return RopeConfig(theta=theta)
-    original = _read_original_length(config, rope)
-    if rope_type == "yarn":
-        return _read_yarn(config, rope, theta, original)
-    if rope_type == "llama3":
-        return _read_llama3(rope, theta, original)
-    return RopeConfig(rope_type, theta, rope.number("factor"), original)
+class _RopeReader:
+    """Reads one object; what it does not hold is looked up beside it. The arguments are those of `read_rope`."""
 
+    def __init__(
+        self, config: HFConfig, default_theta: float, partial: float | None, aliases: Mapping[str, str]
+    ) -> None:
+        self.config, self.default_theta, self.partial, self.aliases = config, default_theta, partial, aliases
 
-def _read_type(rope: HFConfig) -> RopeType:
-    """`rope_type` or the older `type`; both only when they agree."""
-    rope_type = rope.only("rope_type", _ROPE_TYPES, default="default")
-    older = rope.only("type", _ROPE_TYPES, default=rope_type)
-    if rope.has("rope_type") and older != rope_type:
-        raise ModelLoadError(f"rope_type={rope_type!r} and type={older!r} in {rope.where} disagree. Remove one.")
-    return cast(RopeType, older)
+    def read(self, rope: HFConfig) -> RopeConfig:
+        rope_type = self._type(rope)
+        unknown = sorted(key for key in rope.raw if key not in _KNOWN_KEYS)
+        if unknown:
+            raise UnsupportedModelError(
+                f"{rope.where} holds {', '.join(unknown)}, which is not implemented; "
+                f"supported: {', '.join(sorted(_KNOWN_KEYS))}."
+            )
+        theta = rope.number("rope_theta", self.config.number("rope_theta", self.default_theta))
+        if theta <= 1:
+            raise ModelLoadError(
+                f"rope_theta={theta} of {self.config.where} must be greater than 1, or no pair turns slower."
+            )
+        return replace(self._read_type(rope, rope_type, theta), partial=self._part(rope))
 
+    def _type(self, rope: HFConfig) -> RopeType:
+        """`rope_type` or the older `type`; both only when they agree."""
+        supported = (*_ROPE_TYPES, *self.aliases)
+        rope_type = rope.only("rope_type", supported, default="default")
+        older = rope.only("type", supported, default=rope_type)
+        if rope.has("rope_type") and older != rope_type:
+            raise ModelLoadError(f"rope_type={rope_type!r} and type={older!r} in {rope.where} disagree. Remove one.")
+        return cast(RopeType, self.aliases.get(older, older))
 
-def _refuse_unknown_keys(rope: HFConfig) -> None:
-    unknown = sorted(key for key in rope.raw if key not in _KNOWN_KEYS)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{rope.where} holds {', '.join(unknown)}, which is not implemented; "
-            f"supported: {', '.join(sorted(_KNOWN_KEYS))}."
-        )
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor={rope.raw['partial_rotary_factor']!r} in {rope.where} is not implemented; "
-            "it must be absent or 1.0."
-        )
+    def _part(self, rope: HFConfig) -> float:
+        """`partial_rotary_factor`, in the object or beside it."""
+        key = "partial_rotary_factor"
+        part = rope.number(key, self.config.number(key, self.partial or 1.0))
+        if part != 1 and self.partial is None:
+            raise UnsupportedModelError(
+                f"{key}={part!r} in {rope.where} is not implemented for this architecture; it must be absent or 1.0."
+            )
+        if part > 1:
+            raise ModelLoadError(f"{key}={part!r} in {rope.where} must be at most 1.")
+        return part
+
+    def _read_type(self, rope: HFConfig, rope_type: RopeType, theta: float) -> RopeConfig:
+        if rope_type == "default":
+            return RopeConfig(theta=theta)
+        original = _read_original_length(self.config, rope)
+        if rope_type == "yarn":
+            return _read_yarn(self.config, rope, theta, original)
+        if rope_type == "llama3":
+            return _read_llama3(rope, theta, original)
+        if rope_type == "longrope":
+            return _read_longrope(self.config, rope, theta, original)
+        return RopeConfig(rope_type, theta, rope.number("factor"), original)
 
 
 def _read_original_length(config: HFConfig, rope: HFConfig) -> int:
@@ -157,3 +195,21 @@ def _yarn_attention_factor(rope: HFConfig, factor: float) -> float:
     if rope.raw.get("mscale") and rope.raw.get("mscale_all_dim"):
         return sharpen(rope.number("mscale")) / sharpen(rope.number("mscale_all_dim"))
     return sharpen(1.0)
+
+
+def _read_longrope(config: HFConfig, rope: HFConfig, theta: float, original: int) -> RopeConfig:
+    """A list of factors for short texts and one for long ones; scores are sharpened by sqrt(1 + ln(s) / ln(original)).
+
+    s is how many times longer the context has become.
+    """
+    factor = rope.number("factor", config.integer("max_position_embeddings") / original)
+    sharpening = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original,
+        attention_factor=rope.number("attention_factor", sharpening),
+        short_factors=rope.numbers("short_factor"),
+        long_factors=rope.numbers("long_factor"),
+    )

@@ -5,8 +5,14 @@ step's attention plan once a layer and knows neither requests nor where keys and
 
     token ids [T] -> embedding -> layer 0 -> ... -> layer L-1 -> norm -> hidden [T, hidden] -> head -> logits
 
-    a layer:   x = x + attention(norm(x))
-               x = x + mlp(norm(x))
+What families differ in is data in `ModelConfig`, and chooses the modules that are built; no forward pass asks which
+family it is. A layer is wired in one of these ways (`ModelConfig.block`)::
+
+    pre                  x = x + attention(norm(x))         x = x + mlp(norm(x))             Llama and most others
+    post                 x = x + norm(attention(x))         x = x + norm(mlp(x))             OLMo 2
+    sandwich             x = x + norm(attention(norm(x)))   x = x + norm(mlp(norm(x)))       Gemma 2 and 3
+    parallel             x = x + attention(norm(x)) + mlp(other_norm(x))                     GPT-NeoX
+    parallel_one_norm    n = norm(x)    x = x + attention(n) + mlp(n)                        Cohere
 
 What always holds: rows mix in `attention` alone; every other operation treats each token by itself. So one token gives
 the same result whichever other tokens share its step, up to the rounding of the matrix products.
@@ -22,8 +28,10 @@ from torch.nn import functional
 
 from mini_vllm.model.attention import AttentionLayerSpec, StepAttention
 from mini_vllm.model.config import ModelConfig
-from mini_vllm.model.layers import Embedding, Linear, RMSNorm, SiluAndMul
-from mini_vllm.model.rotary import ApplyRotary, RotaryEmbedding
+from mini_vllm.model.feed_forward import build_feed_forward
+from mini_vllm.model.layers import Embedding, Linear, Scale, SoftCap
+from mini_vllm.model.norms import build_head_norm, build_norm
+from mini_vllm.model.rotary import RotaryEmbedding, build_apply_rotary, build_rotary_embedding
 
 
 class Attention(nn.Module):
@@ -37,12 +45,9 @@ class Attention(nn.Module):
         qkv_size = config.query_size + 2 * config.kv_size
         self.qkv_proj = Linear(config.hidden_size, qkv_size, bias=config.qkv_bias, dtype=dtype, device=device)
         self.o_proj = Linear(config.query_size, config.hidden_size, bias=config.output_bias, dtype=dtype, device=device)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-        self.apply_rotary = ApplyRotary()
+        self.q_norm = build_head_norm(config, config.num_heads, dtype=dtype, device=device)
+        self.k_norm = build_head_norm(config, config.num_kv_heads, dtype=dtype, device=device)
+        self.apply_rotary = build_apply_rotary(config.ropes[layer], config.head_dim)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # [T, query + key + value heads, head_dim]
@@ -53,34 +58,46 @@ class Attention(nn.Module):
         return projected
 
 
-class MLP(nn.Module):
-    """The feed-forward network of one layer: down(silu(gate(x)) * up(x)), with gate and up in one matrix."""
-
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device)
-        self.activation = SiluAndMul()
-        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
-        return output
-
-
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward network, each added to the residual stream."""
+    """Attention, then the feed-forward network, each added to the residual stream: pre, post and sandwich."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+
+        def norm_if(wanted: bool, otherwise: nn.Module) -> nn.Module:
+            return build_norm(config, config.hidden_size, dtype=dtype, device=device) if wanted else otherwise
+
+        before, after = config.block != "post", config.block in ("post", "sandwich")
+        scale = nn.Identity() if config.residual_scale == 1 else Scale(config.residual_scale)
+        self.input_norm = norm_if(before, nn.Identity())
         self.attention = Attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
+        self.attention_output = norm_if(after, scale)
+        self.post_attention_norm = norm_if(before, nn.Identity())
+        self.mlp = build_feed_forward(config, layer, dtype=dtype, device=device)
+        self.mlp_output = norm_if(after, scale)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, attention)
-        output: Tensor = hidden + self.mlp(self.post_attention_norm(hidden))
+        hidden = hidden + self.attention_output(self.attention(self.input_norm(hidden), cos, sin, attention))
+        output: Tensor = hidden + self.mlp_output(self.mlp(self.post_attention_norm(hidden)))
+        return output
+
+
+class ParallelDecoderLayer(nn.Module):
+    """Attention and feed-forward network side by side, both added to what the layer was given."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_norm = build_norm(config, config.hidden_size, dtype=dtype, device=device)
+        self.attention = Attention(config, layer, dtype=dtype, device=device)
+        self.post_attention_norm: nn.Module | None = None  # None: the network reads what the attention reads
+        if config.block == "parallel":
+            self.post_attention_norm = build_norm(config, config.hidden_size, dtype=dtype, device=device)
+        self.mlp = build_feed_forward(config, layer, dtype=dtype, device=device)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
+        normed = self.input_norm(hidden)
+        mlp_input = normed if self.post_attention_norm is None else self.post_attention_norm(hidden)
+        output: Tensor = hidden + self.attention(normed, cos, sin, attention) + self.mlp(mlp_input)
         return output
 
 
@@ -100,23 +117,47 @@ class Transformer(nn.Module):
         device = torch.device(device)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, dtype=dtype, device=device) for layer in range(config.num_layers)
+        self.embed_positions: Embedding | None = None
+        if config.learned_positions:
+            rows = config.max_position_embeddings
+            self.embed_positions = Embedding(rows, config.hidden_size, dtype=dtype, device=device)
+        self.scale_embedding = _embedding_scale(config, dtype)
+        # Layers share cos and sin where they share the frequencies.
+        ropes = list(dict.fromkeys(config.ropes))
+        self.rotaries = nn.ModuleList(
+            build_rotary_embedding(rope, config.head_dim, config.max_position_embeddings) for rope in ropes
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
+        layer_class = ParallelDecoderLayer if config.block.startswith("parallel") else DecoderLayer
+        self.layers = nn.ModuleList(
+            layer_class(config, layer, dtype=dtype, device=device) for layer in range(config.num_layers)
+        )
+        self.norm = build_norm(config, config.hidden_size, dtype=dtype, device=device)
         self.lm_head: Linear | None = None  # None: the embedding matrix is the head as well
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
+        self.finish_logits = _finish_logits(config)
 
     @property
     def layer_specs(self) -> list[AttentionLayerSpec]:
         """What the attention backend must know of each layer."""
         config = self.config
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         return [
-            AttentionLayerSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, window)
+            AttentionLayerSpec(
+                config.num_heads, config.num_kv_heads, config.head_dim, scale, window, config.attention_softcap
+            )
             for window in config.sliding_windows
         ]
+
+    def settle_context(self, max_model_len: int) -> None:
+        """Tell the model, before its first step, how many tokens the longest sequence can have.
+
+        Only "longrope" asks: see `rotary.py`.
+        """
+        for rotary in self.rotaries:
+            if isinstance(rotary, RotaryEmbedding):
+                rotary.settle_context(max_model_len)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """One step over the tokens of any number of sequences, flat and without padding.
@@ -129,19 +170,37 @@ class Transformer(nn.Module):
         Returns:
             [T, hidden_size], the final norm applied; `logits` turns the rows that are needed into logits.
         """
-        hidden: Tensor = self.embed_tokens(input_ids)
-        cos, sin = self.rotary(positions, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
+        hidden: Tensor = self.scale_embedding(self.embed_tokens(input_ids))
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions)
+        angles = [rotary(positions, hidden.dtype) for rotary in self.rotaries]  # (cos, sin) each
+        for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
+            hidden = layer(hidden, *angles[rotary], attention)
         normed: Tensor = self.norm(hidden)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] in float32, computed in the model's dtype."""
-        if self.lm_head is None:
-            return functional.linear(hidden, self.embed_tokens.weight).to(torch.float32)
-        logits: Tensor = self.lm_head(hidden)
-        return logits.to(torch.float32)
+        head = functional.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        logits: Tensor = self.finish_logits(head.to(torch.float32))
+        return logits
+
+
+def _embedding_scale(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+    """The factor is rounded to the model's dtype, as the models that have one were trained."""
+    if config.embedding_scale == 1:
+        return nn.Identity()
+    return Scale(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item())
+
+
+def _finish_logits(config: ModelConfig) -> nn.Module:
+    """What is done with the head's product, in float32."""
+    steps: list[nn.Module] = []
+    if config.logit_scale != 1:
+        steps.append(Scale(config.logit_scale))
+    if config.logit_softcap is not None:
+        steps.append(SoftCap(config.logit_softcap))
+    return nn.Sequential(*steps)
 
 
 def init_random_weights(model: Transformer, seed: int = 0) -> None:

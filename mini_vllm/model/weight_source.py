@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mini_vllm.errors import ModelLoadError
-from mini_vllm.model.architectures import WeightSpec
+from mini_vllm.model.weight_map import WeightSpec
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,8 @@ def read_parameters(
     """
     for spec in specs:
         parts = [source.read(name, dtype) for name in spec.sources]
+        if spec.rearrange is not None:
+            parts = [spec.rearrange(part) for part in parts]
         parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
         if dtype is torch.float16 and not all(bound.isfinite() for bound in torch.aminmax(parameter)):
             raise ModelLoadError(

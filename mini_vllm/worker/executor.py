@@ -20,6 +20,7 @@ from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.scheduled_batch import ModelOutput, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
+from mini_vllm.model.attention import AttentionBackend
 from mini_vllm.model.attention_backends import make_backend
 from mini_vllm.model.language_model import LanguageModel
 from mini_vllm.worker.memory import PoolPlan, plan_pool, slot_size
@@ -81,17 +82,18 @@ class InProcessExecutor:
 
     def plan_pool(self, max_model_len: int) -> PoolPlan:
         block_size = slot_size(self._config, max_model_len)
-        backend = make_backend(
-            self._config.attention_backend, self._config.cache, block_size, self._dtype, self._device
-        )
+        backend = self._make_backend(block_size)
         return plan_pool(self._config, max_model_len, backend.block_bytes(self._model.layer_specs), self._device)
 
     def allocate(self, plan: PoolPlan, table: SequenceTable) -> None:
-        backend = make_backend(
-            self._config.attention_backend, self._config.cache, plan.block_size, self._dtype, self._device
-        )
+        self._model.settle_context(plan.max_model_len)
+        backend = self._make_backend(plan.block_size)
         backend.allocate(self._model.layer_specs, plan.num_blocks)
         self._runner = ModelRunner(self._model, backend, table, self._device)
+
+    def _make_backend(self, block_size: int) -> AttentionBackend:
+        config, layers = self._config, self._model.layer_specs
+        return make_backend(config.attention_backend, config.cache, block_size, self._dtype, self._device, layers)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self._ready_runner().copy_blocks(copies)

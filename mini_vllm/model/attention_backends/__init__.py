@@ -11,11 +11,13 @@ In vLLM: `vllm/v1/attention/backends/registry.py`.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from mini_vllm.errors import InvalidConfigError
-from mini_vllm.model.attention import AttentionBackend
+from mini_vllm.model.attention import AttentionBackend, AttentionLayerSpec
 
 # name -> (the cache kind it serves, module, class); a module is imported only when its backend is used
 _MODULES: dict[str, tuple[str, str, str]] = {
@@ -23,31 +25,59 @@ _MODULES: dict[str, tuple[str, str, str]] = {
     "contiguous": ("contiguous", "contiguous", "ContiguousBackend"),
     "reference": ("paged", "paged_reference", "PagedReferenceBackend"),
 }
-_AUTOMATIC = {"none": "recompute", "contiguous": "contiguous", "paged": "reference"}
+# What `auto` tries for each kind of cache; the last one implements every kind of layer.
+_AUTOMATIC: dict[str, tuple[str, ...]] = {
+    "none": ("recompute",),
+    "contiguous": ("contiguous",),
+    "paged": ("reference",),
+}
 
 
-def make_backend(name: str, cache: str, block_size: int, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The backend `name` (`auto`: the one for the kind of cache).
+def make_backend(
+    name: str,
+    cache: str,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: Sequence[AttentionLayerSpec] = (),
+) -> AttentionBackend:
+    """The backend `name` (`auto`: the first one for the kind of cache that implements the layers).
 
     Args:
+        name: of the backend.
         cache: `none`, `contiguous` or `paged`.
         block_size: tokens in a block; for `contiguous` the slot of a sequence, in tokens.
+        dtype, device: of keys and values.
+        layers: of the model that will run over it.
 
     Raises:
-        InvalidConfigError: no such backend, or it does not serve this cache.
+        InvalidConfigError: no such backend, it does not serve this cache, or it lacks something that the layers need.
     """
     if name == "auto":
-        name = _AUTOMATIC[cache]
+        name = next(each for each in _AUTOMATIC[cache] if _backend_class(each).lacks(layers) is None)
     if name not in _MODULES:
         raise InvalidConfigError(
             f"attention_backend must be auto or one of {', '.join(_MODULES)}, got {name!r}", field="attention_backend"
         )
-    serves, module, class_name = _MODULES[name]
+    serves = _MODULES[name][0]
     if serves != cache:
         raise InvalidConfigError(
             f"attention_backend={name!r} works with cache={serves!r}, not with cache={cache!r}",
             field="attention_backend",
         )
-    backend_class = getattr(importlib.import_module(f"{__name__}.{module}"), class_name)
+    backend_class = _backend_class(name)
+    lacking = backend_class.lacks(layers)
+    if lacking is not None:
+        raise InvalidConfigError(
+            f"attention_backend={name!r} does not implement {lacking}, which this model needs; use "
+            f"{_AUTOMATIC[cache][-1]!r} or 'auto'",
+            field="attention_backend",
+        )
     backend: AttentionBackend = backend_class(block_size, dtype, device)
     return backend
+
+
+def _backend_class(name: str) -> Any:
+    """The class behind a name, its module imported now."""
+    _, module, class_name = _MODULES[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), class_name)

@@ -29,6 +29,10 @@ class ContiguousBackend:
         self._layers: list[AttentionLayerSpec] = []
         self._cache = PagedKVCache([], 0, slot_size, dtype, device)
 
+    @staticmethod
+    def lacks(layers: Sequence[AttentionLayerSpec]) -> str | None:
+        return None
+
     def block_bytes(self, layers: Sequence[AttentionLayerSpec]) -> int:
         return PagedKVCache.block_bytes(_head_shapes(layers), self._slot_size, self._dtype)
 

@@ -57,14 +57,55 @@ def _scaled_dot_product(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """PyTorch's attention, which wants heads before tokens: [1, heads, tokens, head_dim]."""
-    output = F.scaled_dot_product_attention(
+    """`scaled_dot_product` for one sequence, tokens before heads as the rest of the engine has them."""
+    output = scaled_dot_product(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
-        attn_mask=mask,
+        layer,
+        mask=mask,
         is_causal=is_causal,
-        scale=layer.scale,
-        enable_gqa=layer.num_heads != layer.num_kv_heads,
     )
     return output[0].transpose(0, 1)
+
+
+def scaled_dot_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: AttentionLayerSpec,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """softmax(scale * query key^T) value, by PyTorch's attention unless the layer caps its scores.
+
+    Args:
+        query: [B, query heads, Q, head_dim].
+        key, value: [B, key heads, K, head_dim]; the number of key heads divides that of query heads.
+        layer: scale and cap.
+        mask: bool, broadcast to [B, query heads, Q, K]; True where a query sees a key.
+        is_causal: query i sees keys 0..i; then there is no mask, and Q = K.
+
+    Returns:
+        [B, query heads, Q, head_dim].
+    """
+    if layer.softcap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=layer.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(-1, -2) * layer.scale  # [B, query heads, Q, K]
+    scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value

@@ -24,13 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.cache.kv_cache import PagedKVCache
 from mini_vllm.model.attention import AttentionLayerSpec, AttentionMetadata
-from mini_vllm.model.attention_backends.one_sequence import attend_one_sequence
+from mini_vllm.model.attention_backends.one_sequence import attend_one_sequence, scaled_dot_product
 
 
 class PagedReferenceBackend:
@@ -40,6 +39,10 @@ class PagedReferenceBackend:
         self._block_size, self._dtype, self._device = block_size, dtype, device
         self._layers: list[AttentionLayerSpec] = []
         self._cache = PagedKVCache([], 0, block_size, dtype, device)
+
+    @staticmethod
+    def lacks(layers: Sequence[AttentionLayerSpec]) -> str | None:
+        return None
 
     def block_bytes(self, layers: Sequence[AttentionLayerSpec]) -> int:
         shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
@@ -104,12 +107,12 @@ class PagedReferenceAttention:
         plan = self._decodes_of_window[spec.sliding_window]
         keys, values = self._cache.read(layer, plan.slots)  # [D, longest, num_kv_heads, head_dim]
         # The query heads that share a key head stand where attention expects several queries: no key is repeated.
-        output = F.scaled_dot_product_attention(
+        output = scaled_dot_product(
             query.view(len(query), spec.num_kv_heads, -1, spec.head_dim),  # [D, num_kv_heads, group, head_dim]
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=plan.mask,
-            scale=spec.scale,
+            spec,
+            mask=plan.mask,
         )
         return output.flatten(1, 2)
 

@@ -23,6 +23,10 @@ class RecomputeBackend:
     def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._layers: list[AttentionLayerSpec] = []
 
+    @staticmethod
+    def lacks(layers: Sequence[AttentionLayerSpec]) -> str | None:
+        return None
+
     def block_bytes(self, layers: Sequence[AttentionLayerSpec]) -> int:
         return 0
 
