@@ -8,7 +8,7 @@ tiny.logits(token_ids)        what transformers computes, [T, vocab_size] float3
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,6 @@ from mini_vllm.model.architectures import weight_map
 from mini_vllm.model.attention import AttentionLayerSpec
 from mini_vllm.model.config import ModelConfig, model_config_from_hf
 from mini_vllm.model.transformer import Transformer
-
-_CONFIG_CLASSES = {
-    "LlamaForCausalLM": "LlamaConfig",
-    "MistralForCausalLM": "MistralConfig",
-    "Qwen2ForCausalLM": "Qwen2Config",
-    "Qwen3ForCausalLM": "Qwen3Config",
-}
 
 _TINY = {
     "vocab_size": 97,
@@ -75,7 +68,7 @@ def build_tiny_model(
         dtype: of the weights.
         changes: configuration values other than `_TINY`.
     """
-    config = getattr(transformers, _CONFIG_CLASSES[architecture])(**{**_TINY, **changes})
+    config = getattr(transformers, architecture).config_class(**{**_TINY, **changes})
     reference = getattr(transformers, architecture)(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -88,15 +81,20 @@ def build_tiny_model(
     return TinyModel(directory, reference)
 
 
-def load_tiny_model(tiny: TinyModel, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Our model from the checkpoint on disk, through the weight map and nothing else."""
-    config = model_config_from_hf(tiny.raw_config)
+def load_tiny_model(tiny: TinyModel, dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
+    """Our model from the checkpoint on disk, through the weight map and nothing else.
+
+    `changes` are fields of `ModelConfig` that make it another model than the one on disk.
+    """
+    config = replace(model_config_from_hf(tiny.raw_config), **changes)
     tensors = load_file(tiny.directory / "model.safetensors")
     model = Transformer(config, dtype=dtype, device="meta")
     state = {}
     for spec in weight_map(config):
         sources = [tensors.pop(name) for name in spec.sources]
         assert [tuple(source.shape) for source in sources] == list(spec.shapes)
+        if spec.rearrange is not None:
+            sources = [spec.rearrange(source) for source in sources]
         state[spec.parameter] = torch.cat(sources).to(dtype)
     assert not tensors, "the weight map left tensors of the checkpoint out"
     model.load_state_dict(state, strict=True, assign=True)
@@ -124,6 +122,8 @@ class CausalAttention:
         if spec.sliding_window is not None:
             visible &= key_position > query_position - spec.sliding_window
         scores = torch.einsum("qhd,khd->hqk", query, keys) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1, dtype=torch.float32)
         return torch.einsum("hqk,khd->qhd", weights.to(query.dtype), values)
 

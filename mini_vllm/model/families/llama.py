@@ -1,4 +1,4 @@
-"""Llama and its nearest kin: Mistral, Qwen, SmolLM3, Phi-3, Granite, OLMo 2.
+"""Llama and its nearest kin: Mistral, Qwen2 and Qwen3.
 
 Where it stands: listed in `architectures.py`.
 """

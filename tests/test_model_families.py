@@ -1,0 +1,150 @@
+"""Every family of models against the transformers library: a tiny random model of it, saved to disk and loaded.
+
+Prompts of ragged lengths are prefilled in chunks and decoded for 40 steps through the paged cache, short ones decoding
+while long ones still prefill; the logits of every position and the greedy tokens are those of transformers. To see that
+a difference would show, each value that makes a family special is then changed, and the logits move far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_helpers import decode_greedily
+from tiny_models import TinyModel, build_tiny_model, load_tiny_model, our_logits, some_tokens
+
+from mini_vllm.model.architectures import ARCHITECTURES
+from mini_vllm.model.config import RopeConfig
+from mini_vllm.model.loader import load_model
+from mini_vllm.store.model_store import ModelFiles
+
+# Absolute, for logits that lie between about -10 and 10; float32.
+TOLERANCE = 1e-4
+# What a wrong value must at least move some logit by.
+VISIBLE = 100 * TOLERANCE
+PROMPT_LENGTHS = (1, 9, 26)
+CHUNK_SIZE = 7
+NUM_DECODES = 40
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model to build, and what makes it special.
+
+    Args:
+        architecture: the class of transformers.
+        changes: values of its configuration.
+        matters: fields of `ModelConfig` with wrong values, each of which must move the logits.
+    """
+
+    architecture: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    matters: dict[str, Any] = field(default_factory=dict)
+
+
+ROPE = RopeConfig(theta=50.0)
+SLIDING_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+FAMILIES = {
+    "Llama 2": Family("LlamaForCausalLM", {"num_key_value_heads": 4}, {"ropes": (ROPE,) * 3}),
+    "Llama 3": Family(
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "tie_word_embeddings": True,
+        },
+        {"ropes": (RopeConfig(theta=100.0),) * 3},
+    ),
+    "Llama with biases": Family("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "Mistral": Family("MistralForCausalLM", {"sliding_window": 11}, {"sliding_windows": (10, 11, 11)}),
+    "Qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "Qwen2 with windows": Family(
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": SLIDING_LAYERS},
+        {"sliding_windows": (None, 9, 9)},
+    ),
+    "Qwen3": Family("Qwen3ForCausalLM", {"head_dim": 24}, {"norm_eps": 0.5}),
+    "SmolLM3": Family(
+        "SmolLM3ForCausalLM",
+        {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "pad_token_id": 0},
+        {"ropes": (RopeConfig(theta=2e6),) * 3},
+    ),
+    "SmolLM3 with windows and biases": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "pad_token_id": 0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 1,
+        },
+        {"sliding_windows": (5, 5, 5)},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+    """Models that tests share; each is made when it is first asked for."""
+    return {}
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest, built: dict[str, TinyModel], tmp_path_factory: Any) -> TinyModel:
+    name = request.node.callspec.params["name"]
+    if name not in built:
+        family = FAMILIES[name]
+        built[name] = build_tiny_model(tmp_path_factory.mktemp("model"), family.architecture, **family.changes)
+    return built[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefill_in_chunks_and_40_decodes_give_the_logits_and_tokens_of_transformers(
+    name: str, tiny: TinyModel
+) -> None:
+    model = load_model(ModelFiles("tiny", tiny.directory, "safetensors"), dtype="float32").model
+    prompts = [some_tokens(length, seed=length) for length in PROMPT_LENGTHS]
+    sequences = decode_greedily(model, prompts, num_tokens=NUM_DECODES, chunk_size=CHUNK_SIZE)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        expected = tiny.logits(sequence.token_ids)[:-1]
+        torch.testing.assert_close(torch.stack(sequence.logits), expected, atol=TOLERANCE, rtol=0)
+        greedy = expected[len(prompt) - 1 :].argmax(dim=-1).tolist()
+        assert sequence.token_ids[len(prompt) :] == greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [(name, change) for name, family in FAMILIES.items() for change in family.matters]
+)
+def test_a_wrong_value_would_show(name: str, change: str, tiny: TinyModel) -> None:
+    tokens = some_tokens(40)
+    right = our_logits(load_tiny_model(tiny), tokens)
+    wrong = our_logits(load_tiny_model(tiny, **{change: FAMILIES[name].matters[change]}), tokens)
+    assert (right - wrong).abs().max() > VISIBLE
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", sorted({family.architecture for family in FAMILIES.values()}))
+def test_kv_heads_and_tied_and_untied_heads(tmp_path: Path, architecture: str, num_kv_heads: int, tied: bool) -> None:
+    family = next(each for each in FAMILIES.values() if each.architecture == architecture)
+    changes = {**family.changes, "num_key_value_heads": num_kv_heads, "tie_word_embeddings": tied}
+    tiny = build_tiny_model(tmp_path, architecture, **changes)
+    tokens = some_tokens(30)
+    torch.testing.assert_close(our_logits(load_tiny_model(tiny), tokens), tiny.logits(tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_every_architecture_has_a_family_here() -> None:
+    assert {family.architecture for family in FAMILIES.values()} == set(ARCHITECTURES)
