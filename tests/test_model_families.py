@@ -16,10 +16,13 @@ import torch
 from paged_helpers import decode_greedily
 from tiny_models import TinyModel, build_tiny_model, load_tiny_model, our_logits, some_tokens
 
+from mini_vllm.config import EngineConfig
+from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.architectures import ARCHITECTURES
 from mini_vllm.model.config import RopeConfig
 from mini_vllm.model.loader import load_model
 from mini_vllm.store.model_store import ModelFiles
+from mini_vllm.worker.executor import InProcessExecutor
 
 # Absolute, for logits that lie between about -10 and 10; float32.
 TOLERANCE = 1e-4
@@ -47,6 +50,13 @@ class Family:
 
 ROPE = RopeConfig(theta=50.0)
 SLIDING_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 2.0, 4.0, 9.0],
+    "original_max_position_embeddings": 24,
+}
 
 FAMILIES = {
     "Llama 2": Family("LlamaForCausalLM", {"num_key_value_heads": 4}, {"ropes": (ROPE,) * 3}),
@@ -74,6 +84,24 @@ FAMILIES = {
         {"sliding_windows": (None, 9, 9)},
     ),
     "Qwen3": Family("Qwen3ForCausalLM", {"head_dim": 24}, {"norm_eps": 0.5}),
+    "Phi-3": Family("Phi3ForCausalLM", {"sliding_window": 13, "pad_token_id": 0}, {"sliding_windows": (12, 13, 13)}),
+    "Phi-3 with long factors": Family(
+        "Phi3ForCausalLM",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24, "pad_token_id": 0},
+        {"max_position_embeddings": 24},  # would take the short factors
+    ),
+    "Phi-4-mini": Family(
+        "Phi3ForCausalLM",
+        {
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "hidden_size": 64,
+            "original_max_position_embeddings": 24,
+            "pad_token_id": 0,
+        },
+        {"ropes": (RopeConfig(partial=0.5),) * 3},
+    ),
     "SmolLM3": Family(
         "SmolLM3ForCausalLM",
         {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "pad_token_id": 0},
@@ -148,3 +176,31 @@ def test_kv_heads_and_tied_and_untied_heads(tmp_path: Path, architecture: str, n
 
 def test_every_architecture_has_a_family_here() -> None:
     assert {family.architecture for family in FAMILIES.values()} == set(ARCHITECTURES)
+
+
+# ---- longrope: the longest context decides which of its two sets of frequencies is used ------------------------------
+
+
+@pytest.mark.parametrize("name", ["Phi-3 with long factors"])
+def test_longrope_takes_the_short_factors_when_no_text_can_be_longer_than_the_original_context(
+    name: str, tiny: TinyModel
+) -> None:
+    model, tokens = load_tiny_model(tiny), some_tokens(24)
+    model.settle_context(24)
+    torch.testing.assert_close(our_logits(model, tokens), tiny.logits(tokens), atol=TOLERANCE, rtol=0)
+    model.settle_context(25)
+    assert (our_logits(model, tokens) - tiny.logits(tokens)).abs().max() > VISIBLE
+
+
+@pytest.mark.parametrize("name", ["Phi-3 with long factors"])
+@pytest.mark.parametrize("max_model_len", [24, 40])
+def test_the_engine_settles_longrope_by_its_own_max_model_len(name: str, tiny: TinyModel, max_model_len: int) -> None:
+    loaded = load_model(ModelFiles("tiny", tiny.directory, "safetensors"), dtype="float32")
+    config = EngineConfig(model="tiny", max_model_len=max_model_len, num_kv_blocks=64, block_size=4, max_num_seqs=2)
+    executor = InProcessExecutor(config, loaded.model, loaded.dtype, torch.device("cpu"))
+    plan = executor.plan_pool(max_model_len)
+    executor.allocate(plan, SequenceTable(2, plan.max_model_len, plan.block_size))
+    chosen = LONGROPE["short_factor"] if max_model_len == 24 else LONGROPE["long_factor"]
+    periods = [factor * 100.0 ** (2 * pair / 8) for pair, factor in enumerate(chosen)]
+    torch.testing.assert_close(loaded.model.rotaries[0].inv_freq, 1 / torch.tensor(periods))
+    assert "longrope has two sets" in loaded.config.notes[0]

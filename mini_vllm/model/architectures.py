@@ -20,7 +20,7 @@ from typing import Any
 
 from mini_vllm.errors import UnsupportedModelError
 from mini_vllm.model.config import ModelConfig
-from mini_vllm.model.families import llama, smollm3
+from mini_vllm.model.families import llama, phi3, smollm3
 from mini_vllm.model.hf_config import HFConfig
 from mini_vllm.model.weight_map import TensorNames, WeightSpec, map_weights
 
@@ -91,6 +91,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Architecture("Qwen2ForCausalLM", llama.read_qwen2, llama.LLAMA_NAMES),
             Architecture("Qwen3ForCausalLM", llama.read_qwen3, llama.LLAMA_NAMES),
             Architecture("SmolLM3ForCausalLM", smollm3.read_smollm3, llama.LLAMA_NAMES),
+            Architecture("Phi3ForCausalLM", phi3.read_phi3, phi3.PHI3_NAMES),
         )
     }
 )
