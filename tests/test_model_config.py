@@ -284,3 +284,103 @@ print("torch" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+# ---- Families: what their published configurations mean -------------------------------------------------------------
+
+
+# The text part of Gemma 3 1B and 4B as published (transformers 4), with fewer layers.
+GEMMA3 = {
+    "num_hidden_layers": 7,
+    "rope_theta": 1_000_000,
+    "rope_local_base_freq": 10_000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+}
+
+
+def test_gemma3_in_its_older_spelling_has_two_rope_bases_and_every_sixth_layer_global() -> None:
+    config = tiny_model_config("Gemma3ForCausalLM", **GEMMA3)
+    local, everywhere = RopeConfig(theta=1e4), RopeConfig(theta=1e6)
+    assert config.ropes == (local,) * 5 + (everywhere, local)
+    assert config.sliding_windows == (512,) * 5 + (None, 512)
+    assert config.attention_scale == 1 / 16
+    assert (config.attention_softcap, config.logit_softcap) == (None, None)
+    assert config.tie_word_embeddings
+
+
+def test_gemma3_rope_scaling_stretches_the_global_layers_and_the_context_counts_it_already() -> None:
+    config = tiny_model_config("Gemma3ForCausalLM", **GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert config.ropes[4:6] == (RopeConfig(theta=1e4), RopeConfig("linear", 1e6, 8.0, 32768))
+    assert config.max_position_embeddings == 32768
+
+
+def test_gemma2_caps_scores_and_logits_unless_its_configuration_says_null() -> None:
+    config = tiny_model_config("Gemma2ForCausalLM")
+    assert (config.attention_softcap, config.logit_softcap, config.sliding_windows) == (50.0, 30.0, (4096, None, 4096))
+    config = tiny_model_config("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (config.attention_softcap, config.logit_softcap) == (None, None)
+
+
+@pytest.mark.parametrize("spelling", [{"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}])
+def test_the_first_gemma_means_the_approximation_by_tanh(spelling: dict[str, str]) -> None:
+    assert tiny_model_config("GemmaForCausalLM", **spelling).activation == "gelu_tanh"
+
+
+# As published with Phi-4-mini-instruct, with heads of 8.
+PHI4_MINI = {
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": [1.0, 32.0, 47.0], "short_factor": [1.0, 1.0, 1.0], "type": "longrope"},
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+}
+
+
+def test_phi4_mini_turns_three_quarters_of_a_head_with_two_sets_of_factors() -> None:
+    config = tiny_model_config("Phi3ForCausalLM", **PHI4_MINI)
+    rope = config.rope
+    assert rope is not None
+    assert (rope.rope_type, rope.rotary_dim(config.head_dim), rope.original_max_position) == ("longrope", 6, 4096)
+    assert (rope.short_factors, rope.long_factors) == ((1.0, 1.0, 1.0), (1.0, 32.0, 47.0))
+    assert rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)  # 131072 = 4096 * 2 ** 5, 4096 = 2 ** 12
+    assert config.max_position_embeddings == 131072
+
+
+@pytest.mark.parametrize("older", ["su", "yarn"])
+def test_phi3_called_longrope_by_other_names_at_first(older: str) -> None:
+    scaling = {**PHI4_MINI["rope_scaling"], "type": older}
+    renamed = tiny_model_config("Phi3ForCausalLM", **{**PHI4_MINI, "rope_scaling": scaling})
+    assert renamed == tiny_model_config("Phi3ForCausalLM", **PHI4_MINI)
+    with pytest.raises(ModelLoadError):
+        tiny_model_config("LlamaForCausalLM", rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        ("Phi3ForCausalLM", {**PHI4_MINI, "partial_rotary_factor": 1.0}, "short_factor .* each of the 4 pairs"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.125}, "turned in 1 dimensions"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, "at most 1"),
+        ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias=True"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "each of the 3 layers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2, 0]}, "a 0 or a 1"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma2ForCausalLM", {"hidden_activation": "quick_gelu"}, "hidden_activation='quick_gelu'"),
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar .* positive"),
+    ],
+)
+def test_families_refuse_what_they_do_not_implement(architecture: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        tiny_model_config(architecture, **values)

@@ -27,7 +27,7 @@ from mini_vllm.worker.executor import InProcessExecutor
 # Absolute, for logits that lie between about -10 and 10; float32.
 TOLERANCE = 1e-4
 # What a wrong value must at least move some logit by.
-VISIBLE = 100 * TOLERANCE
+VISIBLE = 20 * TOLERANCE
 PROMPT_LENGTHS = (1, 9, 26)
 CHUNK_SIZE = 7
 NUM_DECODES = 40
@@ -101,6 +101,49 @@ FAMILIES = {
             "pad_token_id": 0,
         },
         {"ropes": (RopeConfig(partial=0.5),) * 3},
+    ),
+    "Gemma": Family(
+        "GemmaForCausalLM",
+        {"num_key_value_heads": 1, "head_dim": 16},
+        {"embedding_scale": 1.0, "norm": "rms_float32", "activation": "gelu"},
+    ),
+    "Gemma 2": Family(
+        "Gemma2ForCausalLM",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+            "num_hidden_layers": 4,
+        },
+        {
+            "attention_softcap": None,
+            "logit_softcap": None,
+            "attention_scale": None,
+            "embedding_scale": 1.0,
+            "sliding_windows": (None, 9, None, 9),
+            "norm": "rms_float32",
+        },
+    ),
+    "Gemma 3": Family(
+        "Gemma3ForCausalLM",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 5,
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "layer_types": [*SLIDING_LAYERS, "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+        {
+            "ropes": (RopeConfig(theta=300.0),) * 4,
+            "attention_scale": None,
+            "embedding_scale": 1.0,
+            "sliding_windows": (None,) * 4,
+        },
     ),
     "SmolLM3": Family(
         "SmolLM3ForCausalLM",

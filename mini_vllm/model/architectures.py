@@ -20,7 +20,7 @@ from typing import Any
 
 from mini_vllm.errors import UnsupportedModelError
 from mini_vllm.model.config import ModelConfig
-from mini_vllm.model.families import llama, phi3, smollm3
+from mini_vllm.model.families import gemma, llama, phi3, smollm3
 from mini_vllm.model.hf_config import HFConfig
 from mini_vllm.model.weight_map import TensorNames, WeightSpec, map_weights
 
@@ -92,6 +92,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Architecture("Qwen3ForCausalLM", llama.read_qwen3, llama.LLAMA_NAMES),
             Architecture("SmolLM3ForCausalLM", smollm3.read_smollm3, llama.LLAMA_NAMES),
             Architecture("Phi3ForCausalLM", phi3.read_phi3, phi3.PHI3_NAMES),
+            Architecture("GemmaForCausalLM", gemma.read_gemma, llama.LLAMA_NAMES),
+            Architecture("Gemma2ForCausalLM", gemma.read_gemma2, gemma.SANDWICH_NAMES),
+            Architecture("Gemma3ForCausalLM", gemma.read_gemma3, gemma.SANDWICH_NAMES),
         )
     }
 )

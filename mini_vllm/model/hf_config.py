@@ -93,6 +93,16 @@ class HFConfig:
         entries = HFConfig({f"{key}[{i}]": value for i, value in enumerate(values)}, self.where)
         return tuple(entries.number(name) for name in entries.raw)
 
+    def optional_number(self, key: str, default: float | None) -> float | None:
+        """A positive number, or None where the configuration says null; `default` where it says nothing."""
+        if key in self.raw and self.raw[key] is None:
+            return None
+        return None if default is None and not self.has(key) else self.number(key, default)
+
+    def with_values(self, **values: Any) -> HFConfig:
+        """The same configuration with other values under some keys."""
+        return HFConfig({**self.raw, **values}, self.where)
+
     def boolean(self, key: str, default: bool) -> bool:
         """true or false."""
         value = self._value(key, default)

@@ -29,9 +29,9 @@ _ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 _KNOWN_KEYS = frozenset(
     {"type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"}
     | {"low_freq_factor", "high_freq_factor"}
-    | {"short_factor", "long_factor"}
     | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate", "finetuned"}
 )
+_LONGROPE_KEYS = frozenset({"short_factor", "long_factor"})
 
 
 def read_rope(
@@ -106,11 +106,12 @@ class _RopeReader:
 
     def read(self, rope: HFConfig) -> RopeConfig:
         rope_type = self._type(rope)
-        unknown = sorted(key for key in rope.raw if key not in _KNOWN_KEYS)
+        known = _KNOWN_KEYS | (_LONGROPE_KEYS if rope_type == "longrope" else frozenset())
+        unknown = sorted(key for key in rope.raw if key not in known)
         if unknown:
             raise UnsupportedModelError(
                 f"{rope.where} holds {', '.join(unknown)}, which is not implemented; "
-                f"supported: {', '.join(sorted(_KNOWN_KEYS))}."
+                f"supported: {', '.join(sorted(known))}."
             )
         theta = rope.number("rope_theta", self.config.number("rope_theta", self.default_theta))
         if theta <= 1:
