@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 from engine_doubles import BOS, EOS, TOOL, ScriptedModel, assert_quiet, make_engine, run_to_end, says
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mini_vllm.engine.stop_strings import StopStringMatcher
 from mini_vllm.outputs import FinishReason, RequestOutput
 
 PROMPT = "Say it"
@@ -144,6 +147,45 @@ def test_the_context_is_filled_to_the_last_place_and_not_over_it() -> None:
 
 def test_no_stop_of_any_kind_before_min_tokens_and_the_text_of_an_early_stop_string_stays() -> None:
     assert result("a.b.c.d", stop=["."], min_tokens=4) == ("a.b.c", "stop", ".")
+
+
+def test_a_stop_string_that_begins_before_min_tokens_and_completes_after_it_stops() -> None:
+    assert result("abcdefgh", stop=["cdef"], min_tokens=4) == ("ab", "stop", "cdef")
+    assert result("aaaaaaaa", stop=["aa"], min_tokens=2) == ("a", "stop", "aa")  # the first "aa" was too early
+    assert result("abcdefgh", stop=["b", "bcde"], min_tokens=3) == ("a", "stop", "bcde")
+    assert result("abcdefgh", stop=["ab", "abz"], min_tokens=2, max_tokens=3) == ("abc", "length", None)
+    assert result("abcd", stop=["cd"], min_tokens=4, max_tokens=4) == ("abcd", "length", None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab", min_size=1, max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 12),
+    cuts=st.data(),
+)
+def test_the_first_stop_string_that_completes_after_min_tokens_wins(
+    text: str, stops: list[str], min_tokens: int, cuts: st.DataObject
+) -> None:
+    """Against the plainest way: at the end of each token that is late enough, is there a stop string right there?"""
+    ends = sorted({*cuts.draw(st.sets(st.integers(1, len(text)))), len(text)})
+    expected, matched = text, None
+    early = ([0, *ends])[min(min_tokens, len(ends))]  # where the text of the early tokens ends
+    for end in range(early + 1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            matched = max(found, key=len)
+            expected = text[: end - len(matched)]
+            break
+    matcher, shown, start = StopStringMatcher(stops, include_stop=False), "", 0
+    for number, end in enumerate(ends, start=1):
+        shown += matcher.push(text[start:end], may_stop=number > min_tokens)
+        start = end
+        if matcher.matched is not None:
+            break
+    else:
+        shown += matcher.flush()
+    assert (shown, matcher.matched) == (expected, matched)
 
 
 def test_end_of_sequence_cannot_be_sampled_before_min_tokens() -> None:

@@ -36,6 +36,7 @@ class SequenceText:
             tokenizer, request.prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens
         )
         self._matcher = StopStringMatcher(self._params.stop or (), include_stop=self._params.include_stop_str_in_output)
+        self._may_stop = True
         self.shown: list[str] = []
         self.token_texts: list[str] = []  # kept only where logprobs are asked for
         self.token_times: list[float] = []  # seconds, one an output token
@@ -55,10 +56,8 @@ class SequenceText:
         text = "" if ends_here and not self._params.include_stop_str_in_output else self._detokenizer.push(token_id)
         if self._params.logprobs is not None:
             self.token_texts.append(text)
-        if num_output_tokens <= self._params.min_tokens:
-            self.shown.append(text)  # too early for any stop
-        else:
-            self.shown.append(self._matcher.push(text))
+        self._may_stop = num_output_tokens > self._params.min_tokens
+        self.shown.append(self._matcher.push(text, may_stop=self._may_stop))
         return self._matcher.matched
 
     def finish(self) -> str | None:
@@ -66,7 +65,7 @@ class SequenceText:
         text = self._detokenizer.flush()
         if self.token_texts:
             self.token_texts[-1] += text
-        self.shown.append(self._matcher.push(text))
+        self.shown.append(self._matcher.push(text, may_stop=self._may_stop))
         if self._matcher.matched is None:
             self.shown.append(self._matcher.flush())
         return self._matcher.matched

@@ -10,6 +10,9 @@ Text that could be the beginning of a stop string is held back until it is known
                        push "DEF" -> ""      held: DEF
                        push "GHIJ"-> stop    the text ends before the D
 
+While it is too early to stop (min_tokens) a stop string that completes is text like any other; one that has only begun
+is held back all the same, since it may complete later, and then it counts.
+
 What always holds: the text shown plus the text held back is the text pushed; the held part is shorter than the longest
 stop string, so a push costs no more than its own text and the stop strings, however long the answer is.
 
@@ -35,14 +38,16 @@ class StopStringMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Text that may be shown now that `text` has come. `matched` is set once a stop string has completed."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Text that may be shown now that `text` has come. `matched` is set once a stop string has completed.
+
+        Args:
+            may_stop: False while it is too early: a stop string that completes in `text` does not count.
+        """
         if not self._stops or not text:
             return text
-        text = self._held + text
-        found = min(
-            ((start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0), default=None
-        )
+        num_held, text = len(self._held), self._held + text
+        found = self._first_stop(text, num_held) if may_stop else None
         if found is not None:
             end, start, self.matched = found
             self._held = ""
@@ -50,6 +55,11 @@ class StopStringMatcher:
         shown = len(text) - self._longest_beginning(text)
         self._held = text[shown:]
         return text[:shown]
+
+    def _first_stop(self, text: str, num_held: int) -> tuple[int, int, str] | None:
+        """End, start and text of the stop string that completes first after the first `num_held` characters."""
+        places = ((text.find(stop, max(0, num_held - len(stop) + 1)), stop) for stop in self._stops)
+        return min(((start + len(stop), start, stop) for start, stop in places if start >= 0), default=None)
 
     def flush(self) -> str:
         """No more text will come: what was held back was not a stop string."""
