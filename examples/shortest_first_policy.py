@@ -17,11 +17,10 @@ from mini_vllm.engine.sequence import Sequence
 
 
 class ShortestPromptFirst:
-    """Orders sequences by the length of their prompt; equal ones by arrival, then siblings by index."""
+    """Orders sequences by the length of their prompt; equal ones go in order of arrival, as everywhere."""
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
-        request = sequence.group.request
-        return (len(request.prompt_token_ids), request.arrival_index, sequence.index)
+        return (len(sequence.group.request.prompt_token_ids),)
 
 
 def main() -> None:

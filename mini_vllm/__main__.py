@@ -1,8 +1,22 @@
-"""`python -m mini_vllm`: the same as the command `mini-vllm`."""
+"""`python -m mini_vllm`, and what the command `mini-vllm` runs.
+
+Where it stands: before everything else, so that Ctrl-C has no traceback even while the command line is being imported.
+"""
 
 from __future__ import annotations
 
-from mini_vllm.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line; 130 is the exit code of Ctrl-C."""
+    try:
+        from mini_vllm.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -30,7 +30,7 @@ from mini_vllm.commands.generate import generate
 from mini_vllm.commands.models import models
 from mini_vllm.commands.pull import pull
 from mini_vllm.commands.serve import serve
-from mini_vllm.commands.terminal import print_error, use_utf8
+from mini_vllm.commands.terminal import drop_output, print_error, use_utf8, with_all_streams
 from mini_vllm.errors import InvalidConfigError, InvalidRequestError, MiniVLLMError, ModelNotFoundError
 
 _WRONG_INPUT = (InvalidRequestError, InvalidConfigError, ModelNotFoundError)
@@ -74,10 +74,19 @@ def _root(
 
 
 def main() -> None:
-    """What the command `mini-vllm` runs."""
+    """Run a command, and leave with its exit code."""
+    with_all_streams()
     use_utf8(sys.stdin, sys.stdout, sys.stderr)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where a failure can still be told
     except MiniVLLMError as error:
         print_error(str(error))
         sys.exit(2 if isinstance(error, _WRONG_INPUT) else 1)
+    except OSError as error:  # a full disk, a closed stdout; a reader such as `head` that has enough is no error
+        drop_output()
+        if not isinstance(error, BrokenPipeError):
+            print_error(str(error))
+        sys.exit(1)

@@ -13,6 +13,7 @@ In vLLM: `vllm/config/` and `vllm/engine/arg_utils.py`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -47,6 +48,10 @@ _POSITIVE = (
     "kv_cache_memory",
     "threads",
 )
+_TEXTS = ("device", "policy", "attention_backend")
+_OPTIONAL_TEXTS = ("revision", "served_model_name", "chat_template", "trace")
+_PATHS = ("model", "chat_template", "trace")  # a pathlib.Path is as good as its text
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # any 64 bits, signed or not, as for a request's own seed
 _SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -116,8 +121,7 @@ class EngineConfig:
         self._check_pairs()
 
     def _check_types_and_ranges(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise InvalidConfigError(f"model must be a name or a path, got {self.model!r}", field="model")
+        self._check_texts()
         if self.scheduling is not None and self.scheduling not in _CHOICES["scheduling"]:
             raise _bad_choice("scheduling", self.scheduling)
         for name, choices in _CHOICES.items():
@@ -150,8 +154,24 @@ class EngineConfig:
                 f"kv_cache_memory_fraction must be over 0 and at most 1, got {fraction!r}",
                 field="kv_cache_memory_fraction",
             )
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise InvalidConfigError(f"seed must be a whole number or None, got {self.seed!r}", field="seed")
+        seed = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise InvalidConfigError(f"seed must be a whole number or None, got {seed!r}", field="seed")
+        if seed is not None and not MIN_SEED <= seed <= MAX_SEED:
+            raise InvalidConfigError("seed must fit 64 bits: from -2**63 to 2**64 - 1", field="seed")
+
+    def _check_texts(self) -> None:
+        for name in _PATHS:
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        if not isinstance(self.model, str) or not self.model:
+            raise InvalidConfigError(f"model must be a name or a path, got {self.model!r}", field="model")
+        for name in (*_TEXTS, *_OPTIONAL_TEXTS):
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL_TEXTS:
+                continue
+            if not isinstance(value, str) or not value.strip():
+                raise InvalidConfigError(f"{name} must be a text that is not empty, got {value!r}", field=name)
 
     def _settle_defaults(self) -> None:
         """Fill in what depends on other fields, so that readers of the config never see None for these."""

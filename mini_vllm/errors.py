@@ -63,4 +63,4 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class EngineDeadError(MiniVLLMError):
-    """The engine has stopped because of an internal failure; the message carries the cause."""
+    """The engine has stopped, because of an internal failure or because it was shut down; the message says which."""

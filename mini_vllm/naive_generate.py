@@ -11,6 +11,7 @@ Both take the most likely token at each step, and both give the same tokens: so 
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -124,4 +125,6 @@ def main(prompt: str, max_tokens: int = 48) -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly, as it does other tools
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main(" ".join(sys.argv[1:]) or "The capital of France is")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_vllm.errors import InvalidRequestError
+from mini_vllm.json_text import parse_json
 
 MAX_FORM_LENGTH = 64 * 1024  # characters of a schema, regex or grammar, or of all choices together
 MAX_FORM_DEPTH = 64  # brackets inside brackets
@@ -89,7 +90,7 @@ def _schema_text(schema: Any) -> str:
     try:
         if isinstance(schema, str):
             _check_text("json", schema)
-            schema = json.loads(schema)
+            schema = parse_json(schema)
         if not isinstance(schema, Mapping):
             raise refuse(f"json must be a JSON schema, an object; got {str(schema)[:80]!r}")
         # x-guidance would change our own settings of the compiler (white space, unknown keywords).

@@ -208,6 +208,21 @@ def test_the_death_of_the_engine_reaches_every_waiter_and_every_later_call(
     run(scenario())
 
 
+def test_after_shutdown_every_call_is_refused(started: Callable[..., AsyncLLMEngine]) -> None:
+    async def scenario() -> None:
+        engine = started(ScriptedModel(alphabet))
+        request = await engine.make_request("Hello", GREEDY)
+        engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await engine.make_request("Hello", GREEDY)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await anext(engine.run([request]))
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await collect(engine, "Hello")
+
+    run(scenario())
+
+
 def test_shutdown_tells_those_who_still_wait(started: Callable[..., AsyncLLMEngine]) -> None:
     async def scenario() -> None:
         model = GatedModel()

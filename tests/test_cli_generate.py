@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from cli_helpers import EOS, A, B, CommandLine, build_cli_model, start_process
 from engine_doubles import ScriptedModel, make_engine, says
 
+from mini_vllm import __main__ as entrance
 from mini_vllm.commands.answers import AnswerWriter, JsonWriter, TextWriter
 from mini_vllm.commands.generate import run_prompts
 from mini_vllm.commands.terminal import Terminal
@@ -262,6 +266,48 @@ def test_ctrl_c_ends_with_130_and_without_a_traceback(model: Path) -> None:
     assert (process.returncode, errors) == (130, b"")
     assert set(first + rest) == {ord("a")}
     assert len(first + rest) < 2000
+
+
+def test_ctrl_c_while_the_command_line_is_being_imported_is_130_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    half_imported = types.ModuleType("mini_vllm.cli")
+    half_imported.__getattr__ = interrupt  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "mini_vllm.cli", half_imported)
+    with pytest.raises(SystemExit) as leaving:
+        entrance.main()
+    assert leaving.value.code == 130
+
+
+def run_in_shell(command: str) -> tuple[int, str]:
+    """Exit code and stderr of a shell command in which `$CLI` is `mini-vllm`."""
+    cli = f"{shlex.quote(sys.executable)} -m mini_vllm"
+    done = subprocess.run(
+        ["sh", "-c", command.replace("$CLI", cli)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the ways to close a stream are those of a POSIX shell")
+@pytest.mark.parametrize(
+    ("command", "code", "error"),
+    [
+        ("$CLI models >&-", 1, "cannot write to standard output: Bad file descriptor"),
+        ("$CLI generate - <&-", 2, "prompt is empty"),
+        ("$CLI generate 2>&-", 2, ""),
+        pytest.param(
+            "$CLI models >/dev/full",
+            1,
+            "No space left on device",
+            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full"),
+        ),
+    ],
+)
+def test_a_stream_that_is_closed_or_full_is_at_most_one_line(command: str, code: int, error: str) -> None:
+    returncode, stderr = run_in_shell(command)
+    assert returncode == code
+    assert error in stderr and stderr.count("\n") <= 1
 
 
 def test_a_closed_pipe_ends_quietly(model: Path) -> None:

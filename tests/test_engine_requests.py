@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_doubles import (
@@ -24,7 +28,7 @@ from engine_doubles import (
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.llm import LLM
 from mini_vllm.engine.llm_engine import LLMEngine
-from mini_vllm.errors import InvalidConfigError, InvalidRequestError
+from mini_vllm.errors import EngineDeadError, InvalidConfigError, InvalidRequestError
 from mini_vllm.outputs import FinishReason
 from mini_vllm.sampling_params import SamplingParams
 
@@ -48,6 +52,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([1.5], {}, "prompt"),
     ([2**63], {}, "prompt"),
     ([True], {}, "prompt"),
+    ([1.0], {}, "prompt"),
+    ([[1], [2]], {}, "prompt"),
+    (np.array([1.0]), {}, "prompt"),
+    (np.array(5), {}, "prompt"),
+    (np.array([True]), {}, "prompt"),
     (None, {}, "prompt"),
     (b"abc", {}, "prompt"),
     ([{"role": "user", "content": 5}], {}, "messages[0].content"),
@@ -331,6 +340,55 @@ def test_a_listener_that_fails_disturbs_nobody(caplog: pytest.LogCaptureFixture)
     assert_quiet(engine)
 
 
+def test_arrays_and_their_numbers_are_token_ids() -> None:
+    engine = echo_engine()
+    expected = final_text(engine, [72, 105])
+    for prompt in (
+        np.array([72, 105]),
+        np.array([72, 105], dtype=np.uint8),
+        list(np.array([72, 105])),
+        torch.tensor([72, 105]),
+    ):
+        assert final_text(engine, prompt) == expected
+    llm, params = llm_over(engine), SamplingParams(temperature=0, max_tokens=5)
+    assert len(llm.generate(np.array([72, 105]), params)) == 1
+    assert len(llm.generate(list(np.array([72, 105])), params)) == 1
+    rows = llm.generate(np.array([[72, 105], [72, 106], [1, 2]]), params)
+    assert [output.prompt_token_ids for output in rows] == [[72, 105], [72, 106], [1, 2]]
+
+
+def test_after_shutdown_requests_are_refused_and_a_step_returns_nothing() -> None:
+    engine = echo_engine()
+    request = engine.make_request("a", SamplingParams())
+    engine.add_request("Hello")
+    engine.shutdown()
+    for _ in range(2):
+        assert engine.step() == []
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.add_request("Hello")
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.enqueue(request)
+    engine.shutdown()
+
+
+class AllTheSame:
+    """A policy without any wish."""
+
+    def key(self, sequence: object) -> tuple[int, ...]:
+        return ()
+
+
+def test_a_policy_whose_keys_tie_goes_by_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = types.ModuleType("policies_of_a_test")
+    policies.AllTheSame = AllTheSame  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "policies_of_a_test", policies)
+    engine = echo_engine(policy="policies_of_a_test:AllTheSame", max_num_seqs=2)
+    ids = [engine.add_request("Hello", n=2, temperature=0, max_tokens=3) for _ in range(4)]
+    outputs = run_to_end(engine)
+    finished = sorted(ids, key=lambda one: outputs[one][-1].metrics.arrival_time)
+    assert finished == ids and list(outputs) == ids
+
+
 def test_a_refused_request_does_not_move_the_seeds_of_the_next_one() -> None:
     texts = []
     for refusals in (0, 2):
@@ -427,12 +485,23 @@ def test_generate_refuses_what_is_no_prompt(prompts: Any) -> None:
         llm_over(make_engine(tiny_transformer())).generate(prompts)
 
 
+@pytest.mark.parametrize("params", [3, {"max_tokens": 3}, "greedy", [3, 3]], ids=str)
+def test_generate_refuses_what_are_no_sampling_params(params: Any) -> None:
+    llm = llm_over(make_engine(tiny_transformer()))
+    with pytest.raises(InvalidRequestError) as error:
+        llm.generate(["a", "b"], params)
+    assert error.value.param == "sampling_params"
+    assert_quiet(llm.engine)
+
+
 def test_a_wrong_number_of_sampling_params_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="2 prompts and 1"):
         llm_over(make_engine(tiny_transformer())).generate(["a", "b"], [SamplingParams()])
 
 
 # ---- config -------------------------------------------------------------------------------------------------------
+
+TEXTS = ("revision", "served_model_name", "device", "policy", "attention_backend", "chat_template", "trace")
 
 
 @pytest.mark.parametrize(
@@ -459,6 +528,14 @@ def test_a_wrong_number_of_sampling_params_is_refused() -> None:
         ({"policy": "no_such"}, "policy"),
         ({"policy": "no_such_module:Class"}, "policy"),
         ({"attention_backend": "warp"}, "attention_backend"),
+        *(({name: 5}, name) for name in TEXTS),
+        *(({name: ""}, name) for name in TEXTS),
+        ({"device": None}, "device"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"cache": ["paged"]}, "cache"),
+        ({"generation_config": {}}, "generation_config"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, "max_num_batched_tokens"),
     ],
     ids=str,
@@ -467,6 +544,18 @@ def test_options_that_cannot_work_are_refused_at_start(options: dict[str, Any], 
     with pytest.raises(InvalidConfigError) as error:
         make_engine(tiny_transformer(), **options)
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("model", [5, "", None])
+def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidConfigError) as error:
+        EngineConfig(model=model)
+    assert error.value.field == "model"
+
+
+def test_a_path_is_as_good_as_its_text() -> None:
+    config = EngineConfig(model=Path("some") / "model.gguf", trace=Path("trace.json"), seed=2**64 - 1)  # type: ignore[arg-type]
+    assert (config.model, config.trace) == (os.path.join("some", "model.gguf"), "trace.json")
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:

@@ -22,15 +22,16 @@ PACKAGE = Path(mini_vllm.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What each part of the package may import, besides itself. A new part needs a line here.
-LEAVES = {"errors", "config", "outputs", "sampling_params", "structured_outputs"}
+LEAVES = {"errors", "config", "outputs", "sampling_params", "structured_outputs", "json_text"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "json_text": set(),
     "outputs": {"errors"},
     "config": {"errors"},
-    "structured_outputs": {"errors"},
+    "structured_outputs": {"errors", "json_text"},
     "sampling_params": {"errors", "structured_outputs"},
     "store": {"errors", "config"},
-    "tokenizer": {"errors", "store"},
+    "tokenizer": {"errors", "store", "json_text"},
     "cache": {"errors"},
     "kernels": {"errors"},
     "model": {"cache", "kernels", "store", *LEAVES},

@@ -9,7 +9,6 @@ pair, which is legal JSON but no text, becomes U+FFFD; a body that cannot be rea
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+
+from mini_vllm import json_text
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAY_HOLD_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -29,9 +30,9 @@ def parse_json(body: bytes) -> Any:
         HTTPException: with status 400.
     """
     try:
-        value = json.loads(body, parse_constant=NotJson)
+        value = json_text.parse_json(body, parse_constant=NotJson)
         return _without_lone_surrogates(value) if _MAY_HOLD_SURROGATE.search(body) else value
-    except (ValueError, RecursionError) as error:  # bytes that are no text, numbers of thousands of digits, nesting
+    except (ValueError, RecursionError) as error:  # the latter where the surrogates are looked for
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise HTTPException(400, f"the body is not valid JSON: {reason}") from error
 

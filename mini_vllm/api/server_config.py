@@ -9,6 +9,8 @@ In vLLM: `vllm/entrypoints/openai/cli_args.py`.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -51,24 +53,46 @@ class ServerConfig:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise InvalidConfigError(f"port must be from 0 to 65535, got {self.port}", field="port")
-        for name, low in (("max_queue_size", 0), ("max_body_size", 1024)):
-            if getattr(self, name) < low:
-                raise InvalidConfigError(f"{name} must be {low} or more, got {getattr(self, name)}", field=name)
+        if not isinstance(self.host, str) or not self.host:
+            raise InvalidConfigError(f"host must be an address, got {self.host!r}", field="host")
+        self._check_whole("port", 0, 65535)
+        self._check_whole("max_queue_size", 0)
+        self._check_whole("max_body_size", 1024)
         for name in ("request_timeout", "step_timeout", "heartbeat"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidConfigError(f"{name} must be over 0 seconds, got {value}", field=name)
-        if not self.shutdown_timeout >= 0:
-            raise InvalidConfigError(
-                f"shutdown_timeout must be 0 seconds or more, got {self.shutdown_timeout}", field="shutdown_timeout"
-            )
+            if name != "request_timeout" or self.request_timeout is not None:
+                self._check_seconds(name, may_be_zero=False)
+        self._check_seconds("shutdown_timeout", may_be_zero=True)
         if self.log_format not in get_args(LogFormat):
             raise InvalidConfigError(f"log_format must be text or json, got {self.log_format!r}", field="log_format")
-        for key in self.api_key or ():
-            if not key or not key.isascii() or not key.isprintable() or " " in key:
+        if not isinstance(self.log_prompts, bool):
+            raise InvalidConfigError(
+                f"log_prompts must be true or false, got {self.log_prompts!r}", field="log_prompts"
+            )
+        for name in ("api_key", "allowed_origins"):
+            self._check_headers(name)
+
+    def _check_whole(self, name: str, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            wanted = f"of {low} or more" if high is None else f"from {low} to {high}"
+            raise InvalidConfigError(f"{name} must be a whole number {wanted}, got {value!r}", field=name)
+
+    def _check_seconds(self, name: str, *, may_be_zero: bool) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and not may_be_zero):
+            raise InvalidConfigError(
+                f"{name} must be {'0 seconds or more' if may_be_zero else 'over 0 seconds'}, got {value!r}", field=name
+            )
+
+    def _check_headers(self, name: str) -> None:
+        """Texts that are compared with what stands in a header."""
+        values = getattr(self, name)
+        if isinstance(values, str) or not isinstance(values, (Sequence, type(None))):
+            raise InvalidConfigError(f"{name} must be a list of texts", field=name)  # a key is not shown to a log
+        for value in values or ():
+            if not isinstance(value, str) or not re.fullmatch("[!-~]+", value):
                 raise InvalidConfigError(
-                    "api_key must be made of printable ASCII characters without blanks, as it is sent in a header",
-                    field="api_key",
+                    f"{name} must be made of printable ASCII characters without blanks, as a header carries it",
+                    field=name,
                 )

@@ -16,7 +16,6 @@ In vLLM: `vllm/benchmarks/datasets.py` (`RandomDataset`, `PrefixRepetitionRandom
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from mini_vllm.errors import InvalidConfigError
+from mini_vllm.json_text import parse_json
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 _DEFAULT_SIGMA = 0.8
@@ -168,7 +168,7 @@ def read_prompts_file(path: Path, tokenizer: Tokenizer, default_output_len: Leng
 
 def _item_of_line(line: str, where: str, tokenizer: Tokenizer, default_output_len: int) -> WorkItem:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise InvalidConfigError(f"{where} is not JSON: {error}", field="prompts_file") from error
     prompt = record.get("prompt") if isinstance(record, dict) else None

@@ -10,12 +10,12 @@ What always holds: there is at least one prompt, and its source is named in ever
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mini_vllm.errors import InvalidRequestError
+from mini_vllm.json_text import parse_json
 
 GivenPrompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
@@ -78,7 +78,7 @@ def _from_file(file: Path) -> list[GivenPrompt]:
 
 def _from_json(line: str, where: str) -> GivenPrompt:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError as error:
         raise InvalidRequestError(f"{where} is not JSON: {error}", param="prompt") from error
     prompt = entry.get("prompt", entry.get("messages")) if isinstance(entry, dict) else None

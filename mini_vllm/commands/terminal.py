@@ -11,8 +11,10 @@ Where it stands: every command that runs a model makes one `Terminal` first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,6 +78,29 @@ def open_terminal(*, verbose: bool, quiet: bool) -> Terminal:
 def print_error(text: str) -> None:
     """`error: ...` on stderr, always one line."""
     print(f"error: {' '.join(text.splitlines())}", file=sys.stderr, flush=True)
+
+
+class _ClosedStream(io.TextIOBase):
+    """Stands for a standard output that was closed (`>&-`), for which Python has None: writing to it fails."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EBADF, f"cannot write to standard output: {os.strerror(errno.EBADF)}")
+
+
+def with_all_streams() -> None:
+    """See to it that stdin, stdout and stderr are there, also where the caller has closed one of them."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  (open as long as the process)
+    if sys.stdout is None:
+        sys.stdout = _ClosedStream()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def drop_output() -> None:
+    """What is still in the buffer of stdout cannot be written: keep Python from trying it once more at its end."""
+    with contextlib.suppress(OSError, ValueError):  # there may be no file behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def use_utf8(*streams: TextIO) -> None:

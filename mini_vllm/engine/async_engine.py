@@ -93,7 +93,6 @@ class AsyncLLMEngine:
             InvalidRequestError: the request is refused (at the first iteration).
             EngineDeadError: the engine has stopped, before or meanwhile.
         """
-        self.check_health()
         request = await self.make_request(
             prompt,
             sampling_params,
@@ -121,6 +120,7 @@ class AsyncLLMEngine:
 
         Raises:
             InvalidRequestError: the request is refused.
+            EngineDeadError: the engine has stopped.
         """
         return await self.in_tokenizer_thread(
             lambda: self.engine.make_request(
@@ -134,8 +134,17 @@ class AsyncLLMEngine:
         )
 
     async def in_tokenizer_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Run something that takes long on long texts, and touches no state, away from the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizers, work)
+        """Run something that takes long on long texts, and touches no state, away from the event loop.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        self.check_health()
+        try:
+            result = asyncio.get_running_loop().run_in_executor(self._tokenizers, work)
+        except RuntimeError as error:  # the threads are gone: `shutdown` did not wait for the engine's own
+            raise EngineDeadError("the engine has been shut down") from error
+        return await result
 
     async def run(
         self, requests: Sequence[Request], *, only_final: bool = False, patience: float | None = None

@@ -16,6 +16,7 @@ In vLLM: `vllm/v1/engine/input_processor.py` (`processor.py` in older versions).
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: with the field at fault in `param`.
         """
+        prompt = without_arrays(prompt)
         token_ids = self._tokenize(prompt, template_options or {})
         asked_for = params.max_tokens
         params = params.resolve(self._facts.generation_defaults)
@@ -232,17 +234,29 @@ def is_chat(prompt: Prompt) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _checked_token_ids(prompt: object) -> list[int]:
+def without_arrays(prompt: Any) -> Any:
+    """The same prompt, or list of prompts, with an array (NumPy, PyTorch) as the list of its numbers."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
+def _checked_token_ids(prompt: Any) -> list[int]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidRequestError(
             f"prompt must be text, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
         )
     if not prompt:
         raise InvalidRequestError("prompt is empty; it must hold at least one token id", param="prompt")
-    for token_id in prompt:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequestError(f"prompt must hold whole numbers, got {token_id!r} in it", param="prompt")
-    return list(prompt)
+    return [_whole(token_id) for token_id in prompt]
+
+
+def _whole(token_id: Any) -> int:
+    """An integer of Python or NumPy as Python's; booleans and 1.0 are none."""
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)
+    except TypeError:
+        pass
+    raise InvalidRequestError(f"prompt must hold whole numbers, got {str(token_id)[:80]!r} in it", param="prompt")
 
 
 def _signed_64_bit(seed: int) -> int:

@@ -8,9 +8,10 @@ In vLLM: `vllm/entrypoints/llm.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, cast
 
-from mini_vllm.engine.input_processor import Prompt
+from mini_vllm.engine.input_processor import Prompt, without_arrays
 from mini_vllm.engine.llm_engine import LLMEngine
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.outputs import RequestOutput
@@ -89,13 +90,14 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text, a list of ids, a list of messages) becomes a list of one."""
+    """One prompt (text, a list of ids, a list of messages) becomes a list of one; a 2-D array, a list of its rows."""
+    prompts = without_arrays(prompts)
     if not isinstance(prompts, Sequence):
         raise InvalidRequestError(
             f"prompts must be text, token ids, messages or a list of these, got {type(prompts).__name__}",
             param="prompt",
         )
-    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
+    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (Integral, Mapping)))
     return [cast(Prompt, prompts)] if is_single else list(cast("Sequence[Prompt]", prompts))
 
 
@@ -104,6 +106,11 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+        raise InvalidRequestError(
+            f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}",
+            param="sampling_params",
+        )
     if len(params) != count:
         raise InvalidRequestError(
             f"{count} prompts and {len(params)} sampling_params; give one for all or one each", param="sampling_params"

@@ -37,7 +37,7 @@ from mini_vllm.engine.scheduled_batch import ModelOutput, SampledToken, Schedule
 from mini_vllm.engine.scheduler import Scheduler
 from mini_vllm.engine.sequence import SequenceGroup
 from mini_vllm.engine.trace import TraceWriter
-from mini_vllm.errors import InvalidConfigError, InvalidRequestError
+from mini_vllm.errors import EngineDeadError, InvalidConfigError, InvalidRequestError
 from mini_vllm.outputs import RequestOutput, TokenLogprobs
 from mini_vllm.sampling_params import SamplingParams
 from mini_vllm.tokenizer.chat_template import ChatTemplate
@@ -137,6 +137,7 @@ class LLMEngine:
         self._listener = listener
         self._clock = clock
         self._undelivered: list[RequestOutput] = []
+        self._is_shut_down = False
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -166,6 +167,7 @@ class LLMEngine:
 
         Raises:
             InvalidRequestError: the request is refused, and nothing else has happened.
+            EngineDeadError: after `shutdown`.
         """
         if sampling_params is not None and fields:
             raise InvalidRequestError(
@@ -216,7 +218,10 @@ class LLMEngine:
 
         Raises:
             InvalidRequestError: a live request has its id.
+            EngineDeadError: after `shutdown`.
         """
+        if self._is_shut_down:
+            raise EngineDeadError("this engine has been shut down; make a new one")
         self._fresh_id(request.request_id)
         group = SequenceGroup(request)
         self.scheduler.add(group)  # first, since a policy of the user's own may raise: then nothing has happened
@@ -323,7 +328,8 @@ class LLMEngine:
         self._undelivered = [output for output in self._undelivered if output.request_id not in request_ids]
 
     def shutdown(self) -> None:
-        """Give the model and the cache up. The engine cannot be used afterwards."""
+        """Give the model and the cache up. From now on requests are refused, and `step` returns nothing."""
+        self._is_shut_down = True
         for request_id in self._output_processor.request_ids:
             self.abort_request(request_id)
         self._undelivered.clear()

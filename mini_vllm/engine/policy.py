@@ -21,7 +21,7 @@ class SchedulingPolicy(Protocol):
     """An order of sequences. The smallest key is admitted first and preempted last."""
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
-        """A sort key that never changes during a sequence's life and differs between any two sequences."""
+        """A sort key that never changes during a sequence's life. Sequences with equal keys go in order of arrival."""
         ...
 
 
@@ -38,6 +38,16 @@ class PriorityThenArrival:
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
         request = sequence.group.request
         return (request.priority, request.arrival_index, sequence.index)
+
+
+class _ArrivalAmongEquals:
+    """A policy of the user's, whose keys may tie: the order must be one all the same, as a heap compares neighbours."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+
+    def key(self, sequence: Sequence) -> tuple[Any, ...]:
+        return (self._policy.key(sequence), sequence.group.request.arrival_index, sequence.index)
 
 
 _BUILT_IN: dict[str, type[SchedulingPolicy]] = {"fcfs": FirstComeFirstServed, "priority": PriorityThenArrival}
@@ -58,7 +68,7 @@ def make_policy(name: str) -> SchedulingPolicy:
         raise InvalidConfigError(f"policy {name!r} cannot be loaded: {error}", field="policy") from error
     if not callable(getattr(policy, "key", None)):
         raise InvalidConfigError(f"policy {name!r} has no method key(sequence)", field="policy")
-    return policy
+    return _ArrivalAmongEquals(policy)
 
 
 class WaitingQueue:

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mini_vllm.errors import InvalidRequestError, ModelLoadError
+from mini_vllm.json_text import parse_json
 from mini_vllm.model.config import ModelConfig, model_config_from_hf
 from mini_vllm.sampling_params import SamplingParams
 from mini_vllm.store.atomic_write import atomic_file
@@ -146,7 +147,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         ModelLoadError: absent, not readable, not JSON, or not an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path.parent} has no {path.name}. Incomplete download?") from error
     except (OSError, ValueError) as error:

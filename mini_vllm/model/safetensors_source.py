@@ -15,7 +15,6 @@ In vLLM: `safetensors_weights_iterator` in `vllm/model_executor/model_loader/wei
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mini_vllm.errors import ModelLoadError, UnsupportedModelError
+from mini_vllm.json_text import parse_json
 
 INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
@@ -170,7 +170,7 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
         ModelLoadError: not JSON, no `weight_map`, or a file name that leads out of the directory.
     """
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = parse_json(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{index} cannot be read as JSON ({error}). Download it again.") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

@@ -26,6 +26,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from mini_vllm.errors import ModelLoadError
+from mini_vllm.json_text import parse_json
 from mini_vllm.tokenizer.sentencepiece_tokenizer import read_sentencepiece_model
 
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -105,7 +106,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read ({error}). Download it again.") from error
     if not isinstance(content, dict):
