@@ -19,7 +19,7 @@ from tiny_models import TinyModel, build_tiny_model, load_tiny_model, our_logits
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.architectures import ARCHITECTURES
-from mini_vllm.model.config import RopeConfig
+from mini_vllm.model.config import ExpertsConfig, RopeConfig
 from mini_vllm.model.loader import load_model
 from mini_vllm.store.model_store import ModelFiles
 from mini_vllm.worker.executor import InProcessExecutor
@@ -144,6 +144,56 @@ FAMILIES = {
             "embedding_scale": 1.0,
             "sliding_windows": (None,) * 4,
         },
+    ),
+    "Mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 15},
+        {"experts": ExpertsConfig(5, 1, 48, True, 0, frozenset(range(3))), "sliding_windows": (None,) * 3},
+    ),
+    "Qwen2-MoE": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": False,
+        },
+        {"experts": ExpertsConfig(6, 3, 20, True, 28, frozenset(range(3)))},
+    ),
+    "Qwen2-MoE with dense layers and windows": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+        {"experts": ExpertsConfig(6, 2, 20, False, 28, frozenset({1})), "sliding_windows": (8, None, None, None)},
+    ),
+    "Qwen3-MoE": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {"experts": ExpertsConfig(6, 2, 20, False, 0, frozenset({1, 2}))},
+    ),
+    "OLMoE": Family(
+        "OlmoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False, "pad_token_id": 0},
+        {"experts": ExpertsConfig(6, 3, 48, True, 0, frozenset(range(3))), "norm_eps": 0.5},
     ),
     "SmolLM3": Family(
         "SmolLM3ForCausalLM",

@@ -20,7 +20,7 @@ from typing import Any
 
 from mini_vllm.errors import UnsupportedModelError
 from mini_vllm.model.config import ModelConfig
-from mini_vllm.model.families import gemma, llama, phi3, smollm3
+from mini_vllm.model.families import gemma, llama, moe, phi3, smollm3
 from mini_vllm.model.hf_config import HFConfig
 from mini_vllm.model.weight_map import TensorNames, WeightSpec, map_weights
 
@@ -95,6 +95,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Architecture("GemmaForCausalLM", gemma.read_gemma, llama.LLAMA_NAMES),
             Architecture("Gemma2ForCausalLM", gemma.read_gemma2, gemma.SANDWICH_NAMES),
             Architecture("Gemma3ForCausalLM", gemma.read_gemma3, gemma.SANDWICH_NAMES),
+            Architecture("MixtralForCausalLM", moe.read_mixtral, moe.MIXTRAL_NAMES),
+            Architecture("Qwen2MoeForCausalLM", moe.read_qwen2_moe, llama.LLAMA_NAMES),
+            Architecture("Qwen3MoeForCausalLM", moe.read_qwen3_moe, llama.LLAMA_NAMES),
+            Architecture("OlmoeForCausalLM", moe.read_olmoe, llama.LLAMA_NAMES),
         )
     }
 )
