@@ -15,13 +15,20 @@ from engine_doubles import ScriptedModel, byte_tokenizer, parts_for, tiny_transf
 from torch import Tensor
 
 from mini_vllm.benchmark.equality import count_near_ties
-from mini_vllm.benchmark.ladder import LadderSize, bench_ladder, ladder_table, rungs
+from mini_vllm.benchmark.ladder import bench_ladder, ladder_table, rungs
 from mini_vllm.benchmark.latency import bench_latency, latency_table
+from mini_vllm.benchmark.options import LadderOptions, LatencyOptions
+from mini_vllm.benchmark.records import BenchmarkError, RequestRecord, RunRecord
 from mini_vllm.benchmark.report import Spread, percentiles, write_json
-from mini_vllm.benchmark.runner import Bench, BenchmarkError, PartsLoader, measure, open_bench, run_workload
+from mini_vllm.benchmark.runner import Bench, PartsLoader, open_bench, run_workload
+from mini_vllm.benchmark.runner import measure as measure_after_warm_up
+from mini_vllm.benchmark.step_times import StepObserver, StepTimes
 from mini_vllm.benchmark.throughput import bench_throughput, throughput_table
-from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, read_prompts_file, synthetic_workload
+from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
+from mini_vllm.benchmark.workload_files import read_prompts_file
+from mini_vllm.cache.block_manager import BlockStats
 from mini_vllm.config import EngineConfig
+from mini_vllm.engine import events
 from mini_vllm.engine.llm_engine import EngineParts
 from mini_vllm.errors import InvalidConfigError
 from mini_vllm.model.attention import StepAttention
@@ -71,6 +78,10 @@ def workload_of(*lengths: tuple[int, int], late: int = 0) -> Workload:
     return Workload("test", tuple(items), None)
 
 
+def measure(bench: Bench, workload: Workload, repeats: int) -> list[RunRecord]:
+    return measure_after_warm_up(bench, workload, repeats=repeats, warm_up=workload)
+
+
 def slow_bench(**options: Any) -> tuple[Bench, Clock]:
     clock = Clock()
     config = EngineConfig(**{"num_kv_blocks": 64, "debug_checks": True, **options})
@@ -91,11 +102,33 @@ def test_times_of_a_run_are_those_of_the_scripted_clock() -> None:
     assert run.output_tokens_per_second == 6 / (4 * STEP)
 
 
-def test_a_step_is_split_into_forward_and_sample() -> None:
+def test_a_step_is_split_into_its_parts() -> None:
     bench, _ = slow_bench()
     run = run_workload(bench, workload_of((3, 2)))
-    assert [(s.schedule, s.forward, s.sample, s.output) for s in run.steps] == [(0.0, FORWARD, SAMPLE, 0.0)] * 2
-    assert [s.num_tokens for s in run.steps] == [3, 1]
+    assert run.steps == (
+        StepTimes(0.0, 0.0, FORWARD, SAMPLE, 0.0, num_tokens=3, num_decodes=0, num_prefills=1),
+        StepTimes(0.0, 0.0, FORWARD, SAMPLE, 0.0, num_tokens=1, num_decodes=1, num_prefills=0),
+    )
+
+
+def test_the_time_before_the_model_is_called_is_that_of_preparing() -> None:
+    clock = Clock()
+    observer = StepObserver(clock)
+    one = events.SequenceScheduled("r", 0, 4, 1, is_prefill=False)
+    blocks = BlockStats(1, 0, 1)
+    for seconds, event in (
+        (0.0, events.StepStarted()),
+        (1.0, events.StepScheduled((one,), 0, 1, blocks)),
+        (2.0, "forward"),
+        (4.0, "logits"),
+        (0.0, "logits"),
+        (8.0, events.StepExecuted()),
+        (16.0, events.StepFinished(31.0, 0, 1, blocks)),
+    ):
+        clock.now += seconds
+        observer.mark(event) if isinstance(event, str) else observer(event)
+    assert observer.steps == [StepTimes(1.0, 2.0, 4.0, 8.0, 16.0, num_tokens=1, num_decodes=1, num_prefills=0)]
+    assert observer.steps[0].total == 31.0
 
 
 def test_a_step_that_draws_nothing_has_no_time_of_sampling() -> None:
@@ -169,6 +202,11 @@ def test_modes_that_part_at_a_near_tie_are_counted() -> None:
     assert count_near_ties(bench, workload_of((3, 2), (4, 2)), [same, same], [same], names) == 0
 
 
+def test_the_mean_gap_is_the_time_after_the_first_token_over_the_tokens_after_it() -> None:
+    assert RequestRecord(1.0, (2.0, 3.0, 6.0), (1, 2, 3), 4, 0).time_per_output_token == 2.0
+    assert RequestRecord(1.0, (2.0,), (1,), 4, 0).time_per_output_token == 0.0
+
+
 def test_the_ladder_is_refused_when_a_rung_answers_otherwise() -> None:
     def load(config: EngineConfig) -> EngineParts:
         return parts_for(tiny_transformer(seed=1 if config.scheduling == "static" else 0), config)
@@ -217,7 +255,7 @@ def test_synthetic_prompts_share_their_prefix_only_and_have_no_special_tokens() 
 def test_a_prompts_file_has_texts_or_token_ids(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "hi", "max_tokens": 5}\n\n{"prompt": [7, 8, 9]}\n')
-    workload = read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"))
+    workload = read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 9)
     assert workload.items == (WorkItem((104, 105), 5), WorkItem((7, 8, 9), 4))
 
 
@@ -225,8 +263,45 @@ def test_a_prompts_file_has_texts_or_token_ids(tmp_path: Path) -> None:
 def test_a_wrong_line_of_a_prompts_file_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "hi"}\n' + line + "\n")
-    with pytest.raises(InvalidConfigError, match=r"prompts\.jsonl, line 2"):
-        read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"))
+    with pytest.raises(InvalidConfigError, match="prompts_file, line 2: "):
+        read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 9)
+
+
+def test_of_a_long_prompts_file_some_are_drawn_in_its_order(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": [{n}], "max_tokens": 1}}\n' for n in range(1, 100)))
+    drawn = [
+        [item.prompt_token_ids[0] for item in read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 7, s).items]
+        for s in (0, 0, 1)
+    ]
+    assert len(drawn[0]) == 7 and drawn[0] == sorted(drawn[0]) == drawn[1] != drawn[2]
+
+
+def conversation(question: str, answer: str) -> dict[str, Any]:
+    return {
+        "id": "x",
+        "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
+    }
+
+
+def test_of_a_sharegpt_file_the_question_is_the_prompt_and_the_answer_gives_the_length(tmp_path: Path) -> None:
+    file = tmp_path / "sharegpt.json"
+    usable = {"what?": 8, "how long": 20, "b" * 1024: 1024}
+    unusable = [conversation("hi!", "long enough"), conversation("question", "no"), conversation("b" * 1025, "answer")]
+    records = [*unusable, *(conversation(question, "a" * length) for question, length in usable.items())]
+    records += [{"id": "one turn", "conversations": [{"from": "human", "value": "alone"}]}]
+    file.write_text(json.dumps(records))
+    items = read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 9).items
+    assert {bytes(item.prompt_token_ids).decode(): item.num_output_tokens for item in items} == usable
+    assert len(read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 2).items) == 2
+
+
+@pytest.mark.parametrize("entry", [3, {}, {"conversations": 3}, {"conversations": [{"value": 1}, {"value": "a"}]}])
+def test_a_wrong_entry_of_a_sharegpt_file_is_named(tmp_path: Path, entry: Any) -> None:
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps([entry]))
+    with pytest.raises(InvalidConfigError, match=r"prompts_file, entry 1 of sharegpt\.json"):
+        read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 9)
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -258,28 +333,22 @@ def test_latency_report() -> None:
     clock = Clock()
     report = bench_latency(
         EngineConfig(num_kv_blocks=64),
-        batch_sizes=[1, 3],
-        input_len=8,
-        output_len=4,
+        LatencyOptions(batch_sizes="1,3", input_len="8,16", output_len=4),
         load=slow_parts(clock),
         clock=clock,
     )
     assert set(report["header"]) >= HEADER | {"pool_tokens"}
-    assert [result["batch_size"] for result in report["results"]] == [1, 3]
+    swept = [(result["batch_size"], result["input_len"]) for result in report["results"]]
+    assert swept == [(1, 8), (3, 8), (1, 16), (3, 16)]
     for result in report["results"]:
         assert set(result["inter_token"].values()) == {STEP}
         assert set(result["end_to_end"].values()) == {4 * STEP}
-        assert result["decode_step"] == {
-            "schedule": 0,
-            "forward": FORWARD,
-            "sample": SAMPLE,
-            "output": 0,
-            "total": STEP,
-        }
-    assert latency_table(report).rows[1][:2] == ("3", "2500.0 / 2500.0 / 2500.0")
+        parts = {"schedule": 0, "prepare": 0, "forward": FORWARD, "sample": SAMPLE, "output": 0}
+        assert result["step_time"] == {**parts, "total": STEP}
+    assert latency_table(report).rows[1][:3] == ("3", "8", "2500.0 / 2500.0 / 2500.0")
 
 
-TINY_LADDER = LadderSize(
+TINY_LADDER = LadderOptions(
     num_requests=4,
     num_one_at_a_time=2,
     input_len="4-12",
@@ -353,7 +422,7 @@ def test_the_command_shows_a_table_and_writes_a_file(
     ("flags", "message"),
     [
         (("throughput", "--input-len", "x"), "lengths are written 128, 32-256 or chat:120, got 'x'"),
-        (("latency", "--batch-sizes", "1,0"), "batch sizes are written 1,4,16"),
+        (("latency", "--batch-sizes", "1,0"), "batch_sizes is written 1,4,16"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(

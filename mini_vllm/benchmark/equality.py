@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mini_vllm.benchmark.runner import Bench, BenchmarkError
+from mini_vllm.benchmark.records import BenchmarkError
+from mini_vllm.benchmark.runner import Bench
 from mini_vllm.benchmark.workload import Workload
 
 NEAR_TIE = 1e-3  # difference of two logprobs; a hundred times what rounding moves, as in the tests

@@ -32,13 +32,15 @@ from types import MappingProxyType
 from typing import Any
 
 from mini_vllm.benchmark.equality import Answers, count_near_ties
+from mini_vllm.benchmark.options import LadderOptions
+from mini_vllm.benchmark.progress import Named, NoProgress, Progress
+from mini_vllm.benchmark.records import RunRecord
 from mini_vllm.benchmark.report import Spread, Table, machine, percentiles
 from mini_vllm.benchmark.runner import (
+    WARM_UP_TOKENS,
     Bench,
     Clock,
     PartsLoader,
-    RunRecord,
-    answers,
     load_real_parts,
     measure,
     open_bench,
@@ -46,33 +48,6 @@ from mini_vllm.benchmark.runner import (
 from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
 from mini_vllm.config import EngineConfig
 from mini_vllm.tokenizer.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class LadderSize:
-    """How big the ladder is; the default is meant for two cores that have nothing else to do.
-
-    Args:
-        num_requests: of the mixed and of the shared-prefix workload.
-        num_one_at_a_time: how many of them the rungs run that take one at a time.
-        max_model_len: the longest sequence, and so the length of a slot.
-        num_slots: slots of the contiguous rungs; the paged ones have the same memory.
-        prefix_len: tokens that the prompts of the shared-prefix workload have in common.
-        long_prompt_len: tokens of each long prompt.
-        num_long_prompts: how many of them come while short answers run.
-        chunk: token budget of a step with chunked prefill.
-    """
-
-    num_requests: int = 24
-    num_one_at_a_time: int = 2
-    input_len: str = "16-96"
-    output_len: str = "16-48"
-    max_model_len: int = 1024
-    num_slots: int = 8
-    prefix_len: int = 256
-    long_prompt_len: int = 900
-    num_long_prompts: int = 3
-    chunk: int = 128
 
 
 @dataclass(frozen=True)
@@ -92,7 +67,7 @@ class Rung:
     one_at_a_time: bool = False
 
 
-def rungs(size: LadderSize, block_size: int) -> list[Rung]:
+def rungs(size: LadderOptions, block_size: int) -> list[Rung]:
     """The ladder from the bottom up."""
     # Every switch is set in every rung: `config` has settled its defaults for a cache that is not the rung's.
     plain = {"scheduling": "continuous", "enable_chunked_prefill": False, "enable_prefix_caching": False}
@@ -118,8 +93,9 @@ def rungs(size: LadderSize, block_size: int) -> list[Rung]:
     ]
 
 
-def workloads(tokenizer: Tokenizer, size: LadderSize, seed: int) -> dict[str, Workload]:
+def workloads(tokenizer: Tokenizer, size: LadderOptions) -> dict[str, Workload]:
     """The three workloads by name."""
+    seed = size.seed
     input_len, output_len = Lengths.parse(size.input_len), Lengths.parse(size.output_len)
     mixed = synthetic_workload(
         tokenizer, num_requests=size.num_requests, input_len=input_len, output_len=output_len, seed=seed
@@ -137,7 +113,7 @@ def workloads(tokenizer: Tokenizer, size: LadderSize, seed: int) -> dict[str, Wo
     return {"mixed": mixed, "shared prefix": shared, "long prompts": _long_prompts(tokenizer, size, seed + 2)}
 
 
-def _long_prompts(tokenizer: Tokenizer, size: LadderSize, seed: int) -> Workload:
+def _long_prompts(tokenizer: Tokenizer, size: LadderOptions, seed: int) -> Workload:
     """Short questions with long answers, and long prompts that come in between, evenly spread."""
     input_len, output_len = Lengths.parse(size.input_len), Lengths.parse(size.output_len)
     short = synthetic_workload(
@@ -165,19 +141,17 @@ def _late(item: WorkItem, num_steps: int) -> WorkItem:
 
 def bench_ladder(
     config: EngineConfig,
-    size: LadderSize,
+    size: LadderOptions,
     *,
     repeats: int = 3,
-    seed: int = 0,
     load: PartsLoader = load_real_parts,
     clock: Clock = time.perf_counter,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Climb the ladder and return the report.
 
     Args:
         config: model, dtype, block size and threads; the rungs set the rest. dtype `auto` becomes float32.
-        say: called with what is going on.
 
     Raises:
         BenchmarkError: a run does not count, or two rungs disagree.
@@ -190,19 +164,19 @@ def bench_ladder(
     references: dict[str, tuple[str, Answers]] = {}
     header: dict[str, Any] = {}
     for number, rung in enumerate(ladder, 1):
-        say(f"rung {number} of {len(ladder)}: {rung.name} ({rung.workload})")
         options = {"max_model_len": size.max_model_len, "max_num_seqs": max(size.num_requests, size.num_slots * 2)}
-        bench = open_bench(dataclasses.replace(config, **{**options, **rung.options}), load, clock)
-        workload = workloads(bench.engine.tokenizer, size, seed)[rung.workload]
+        named = Named(progress or NoProgress(), f"{number} of {len(ladder)}: {rung.name}")
+        bench = open_bench(dataclasses.replace(config, **{**options, **rung.options}), load, clock, named)
+        workload = workloads(bench.engine.tokenizer, size)[rung.workload]
         if rung.one_at_a_time:
             workload = workload.first(size.num_one_at_a_time)
-        runs = measure(bench, workload, repeats=repeats)
-        ties = _differences(bench, rung, workload, answers(runs[0]), references)
+        runs = measure(bench, workload, repeats=repeats, warm_up=workload.first(2).shortened(WARM_UP_TOKENS))
+        ties = _differences(bench, rung, workload, runs[0].answers, references)
         results.append({"rung": rung.name, "workload": rung.workload, **_figures(runs), "num_differing": ties})
         header = header or {**machine(), "model": bench.engine.model_name, "dtype": bench.dtype}
         bench.engine.shutdown()
     settings = {"pool_tokens": size.num_slots * size.max_model_len, "block_size": config.block_size}
-    header |= {**settings, "seed": seed, "repeats": repeats, "ignore_eos": True, "size": dataclasses.asdict(size)}
+    header |= {**settings, "seed": size.seed, "repeats": repeats, "ignore_eos": True, "size": dataclasses.asdict(size)}
     header["prefix_cache_hit_tokens"] = sum(result["num_cached_tokens"] for result in results)
     return {"benchmark": "ladder", "header": header, "results": results}
 

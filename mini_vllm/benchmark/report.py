@@ -91,6 +91,19 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
         raise InvalidConfigError(f"the report cannot be written to {path}: {error}", field="json") from error
 
 
+def write_markdown(path: Path, table: Table, header: Mapping[str, Any]) -> None:
+    """Write the table, with the header as a line below it.
+
+    Raises:
+        InvalidConfigError: the file cannot be written.
+    """
+    try:
+        with atomic_file(path) as unfinished:
+            unfinished.write_text(f"{table.markdown()}\n{header_line(header)}\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfigError(f"the table cannot be written to {path}: {error}", field="markdown") from error
+
+
 @dataclass(frozen=True)
 class Table:
     """A table for people; the first column names the row."""

@@ -9,16 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mini_vllm.benchmark.progress import Progress
+from mini_vllm.benchmark.records import RunRecord
 from mini_vllm.benchmark.report import Spread, Table, machine, percentiles
-from mini_vllm.benchmark.runner import (
-    Clock,
-    PartsLoader,
-    RunRecord,
-    load_real_parts,
-    measure,
-    open_bench,
-    settings_of,
-)
+from mini_vllm.benchmark.runner import Clock, PartsLoader, load_real_parts, measure, open_bench, settings_of
 from mini_vllm.benchmark.workload import Workload
 from mini_vllm.config import EngineConfig
 from mini_vllm.tokenizer.tokenizer import Tokenizer
@@ -26,21 +20,22 @@ from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 def bench_throughput(
     config: EngineConfig,
-    make_workload: Callable[[Tokenizer], Workload],
+    workload_of: Callable[[Tokenizer], Workload],
     *,
     repeats: int = 3,
     load: PartsLoader = load_real_parts,
     clock: Clock = time.perf_counter,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure and return the report.
+    """Measure and return the report. The warm-up is a whole run: batches of every size have been seen by then.
 
     Raises:
         BenchmarkError: a run does not count.
         InvalidConfigError, InvalidRequestError: the engine does not start, or a prompt does not fit it.
     """
-    bench = open_bench(config, load, clock)
-    workload = make_workload(bench.engine.tokenizer)
-    runs = measure(bench, workload, repeats=repeats)
+    bench = open_bench(config, load, clock, progress)
+    workload = workload_of(bench.engine.tokenizer)
+    runs = measure(bench, workload, repeats=repeats, warm_up=workload)
     header = {
         **machine(),
         **settings_of(bench.engine),

@@ -11,21 +11,24 @@ Lengths are written as on the command line:
 
 Synthetic prompts are random token ids, so no two share a beginning unless `shared_prefix_len` says so.
 
-In vLLM: `vllm/benchmarks/datasets.py` (`RandomDataset`, `PrefixRepetitionRandomDataset`, `CustomDataset`).
+Prompts out of files are read in `workload_files.py`.
+
+In vLLM: `vllm/benchmarks/datasets.py` (`RandomDataset`, `PrefixRepetitionRandomDataset`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mini_vllm.errors import InvalidConfigError
-from mini_vllm.json_text import parse_json
-from mini_vllm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 _DEFAULT_SIGMA = 0.8
 _LONGEST_OF_MEDIAN = 8  # a log-normal length is cut at this many medians: one giant would decide the whole run
@@ -117,6 +120,14 @@ class Workload:
         """The first requests alone."""
         return Workload(f"{self.name}, the first {count}", self.items[:count], self.seed)
 
+    def shortened(self, num_output_tokens: int) -> Workload:
+        """The same prompts with at most so many tokens of output: a warm-up."""
+        items = (
+            dataclasses.replace(item, num_output_tokens=min(item.num_output_tokens, num_output_tokens))
+            for item in self.items
+        )
+        return dataclasses.replace(self, items=tuple(items))
+
 
 def synthetic_workload(
     tokenizer: Tokenizer,
@@ -144,38 +155,3 @@ def synthetic_workload(
     )
     prefix = f", {shared_prefix_len} tokens of prefix shared" if shared_prefix_len else ""
     return Workload(f"{num_requests} random prompts{prefix}", items, seed)
-
-
-def read_prompts_file(path: Path, tokenizer: Tokenizer, default_output_len: Lengths, seed: int = 0) -> Workload:
-    """A JSON object a line: `prompt` (text or token ids) and, if it likes, `max_tokens`.
-
-    Raises:
-        InvalidConfigError: the file cannot be read, or a line is something else; it names the line.
-    """
-    source = random.Random(seed)
-    items: list[WorkItem] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfigError(f"the prompts file {path} cannot be read: {error}", field="prompts_file") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            items.append(_item_of_line(line, f"{path}, line {number}", tokenizer, default_output_len.draw(source)))
-    if not items:
-        raise InvalidConfigError(f"{path} has no prompts; write a JSON object a line", field="prompts_file")
-    return Workload(f"{len(items)} prompts of {path.name}", tuple(items), None)
-
-
-def _item_of_line(line: str, where: str, tokenizer: Tokenizer, default_output_len: int) -> WorkItem:
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        raise InvalidConfigError(f"{where} is not JSON: {error}", field="prompts_file") from error
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-        raise InvalidConfigError(f'{where}: "prompt" must be text or a list of token ids', field="prompts_file")
-    wanted = record.get("max_tokens", default_output_len)
-    if type(wanted) is not int or wanted < 1:
-        raise InvalidConfigError(f'{where}: "max_tokens" must be 1 or more, got {wanted!r}', field="prompts_file")
-    return WorkItem(tuple(ids), wanted)

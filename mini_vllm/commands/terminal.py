@@ -40,6 +40,11 @@ class Terminal:
     shows_notes: bool
     has_colour: bool
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether something that moves is wanted, and can be drawn."""
+        return self.shows_notes and self.has_colour
+
     def note(self, text: str) -> None:
         """A line that can be missed: figures, hints."""
         if self.shows_notes:
@@ -56,7 +61,7 @@ class Terminal:
     @contextlib.contextmanager
     def busy(self, text: str) -> Iterator[None]:
         """A spinner while the block runs, on a terminal only."""
-        if not (self.shows_notes and self.has_colour):
+        if not self.shows_progress:
             yield
             return
         from rich.console import Console
