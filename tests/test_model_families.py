@@ -195,6 +195,33 @@ FAMILIES = {
         {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False, "pad_token_id": 0},
         {"experts": ExpertsConfig(6, 3, 48, True, 0, frozenset(range(3))), "norm_eps": 0.5},
     ),
+    "OLMo 2": Family(
+        "Olmo2ForCausalLM",
+        {"pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+        {"norm_eps": 0.5, "ropes": (RopeConfig(),) * 3},
+    ),
+    "OLMo 2 with biases": Family("Olmo2ForCausalLM", {"pad_token_id": 0, "attention_bias": True}),
+    "Granite": Family(
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+        {"embedding_scale": 1.0, "attention_scale": None, "residual_scale": 1.0, "logit_scale": 1.0},
+    ),
+    "Granite with biases": Family("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "Cohere": Family(
+        "CohereForCausalLM",
+        {"logit_scale": 0.5, "pad_token_id": 0},
+        {"logit_scale": 1.0, "norm_eps": 0.5, "ropes": (RopeConfig(),) * 3},
+    ),
+    "Cohere with norms and biases": Family(
+        "CohereForCausalLM",
+        {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.5, "pad_token_id": 0, "num_key_value_heads": 1},
+    ),
     "SmolLM3": Family(
         "SmolLM3ForCausalLM",
         {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "pad_token_id": 0},

@@ -20,7 +20,7 @@ from typing import Any
 
 from mini_vllm.errors import UnsupportedModelError
 from mini_vllm.model.config import ModelConfig
-from mini_vllm.model.families import gemma, llama, moe, phi3, smollm3
+from mini_vllm.model.families import cohere, gemma, granite, llama, moe, olmo2, phi3, smollm3
 from mini_vllm.model.hf_config import HFConfig
 from mini_vllm.model.weight_map import TensorNames, WeightSpec, map_weights
 
@@ -99,6 +99,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Architecture("Qwen2MoeForCausalLM", moe.read_qwen2_moe, llama.LLAMA_NAMES),
             Architecture("Qwen3MoeForCausalLM", moe.read_qwen3_moe, llama.LLAMA_NAMES),
             Architecture("OlmoeForCausalLM", moe.read_olmoe, llama.LLAMA_NAMES),
+            Architecture("Olmo2ForCausalLM", olmo2.read_olmo2, llama.LLAMA_NAMES),
+            Architecture("GraniteForCausalLM", granite.read_granite, llama.LLAMA_NAMES),
+            Architecture("CohereForCausalLM", cohere.read_cohere, llama.LLAMA_NAMES),
         )
     }
 )
