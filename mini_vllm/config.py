@@ -66,6 +66,9 @@ class EngineConfig:
         dtype: what the model computes in; `auto` is bfloat16 where the hardware multiplies it, else float32.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         load_format: `auto` reads the checkpoint; `dummy` keeps the config and fills in random weights.
+        model_impl: who computes the model: `native` (this package's own transformer), `transformers` (that library's
+            class with the attention of this package; needs the extra `hf`), `auto` (native where it can), or
+            `module:Class` for a model of your own.
         max_model_len: longest sequence, prompt and output together, in tokens; None takes the model's own.
             It is lowered at start, with a log line, to what the pool can hold.
         max_num_seqs: most sequences that run at once.
@@ -95,6 +98,7 @@ class EngineConfig:
     dtype: DtypeName = "auto"
     device: str = "auto"
     load_format: LoadFormat = "auto"
+    model_impl: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None

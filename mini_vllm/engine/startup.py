@@ -38,7 +38,13 @@ def load_parts(config: EngineConfig) -> EngineParts:
     tokenizer = load_tokenizer(files)
     chat_template = load_chat_template(tokenizer, Path(config.chat_template) if config.chat_template else None)
     generation_config = load_generation_config(files)
-    loaded = load_model(files, dtype=config.dtype, device=str(device), load_format=config.load_format)
+    loaded = load_model(
+        files,
+        dtype=config.dtype,
+        device=str(device),
+        load_format=config.load_format,
+        model_impl=config.model_impl,
+    )
     architecture, dtype = loaded.config.architecture, str(loaded.dtype).removeprefix("torch.")
     logger.info("model %s: %s in %s on %s (%s)", files.name, architecture, dtype, device, loaded.dtype_reason)
     for note in loaded.config.notes:

@@ -126,6 +126,11 @@ class HFConfig:
                 raise ModelLoadError(f"{key} in {self.where} must hold token ids, not {value!r}.")
         return frozenset(ids)
 
+    def dtype(self) -> str | None:
+        """What the checkpoint was saved in: `dtype`, or `torch_dtype` as it was called before transformers 5."""
+        dtype = self.raw.get("dtype") or self.raw.get("torch_dtype")
+        return None if dtype is None else str(dtype).removeprefix("torch.")
+
     def only(self, key: str, supported: tuple[str, ...], default: str) -> str:
         """One of the names that are implemented.
 

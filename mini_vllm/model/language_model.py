@@ -5,6 +5,7 @@ Where it stands: the border between worker and model. `Transformer` is one; so i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -34,3 +35,43 @@ class LanguageModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""
         ...
+
+
+class ModelDescription(Protocol):
+    """What the engine asks of a model's configuration, whoever implements the model. `ModelConfig` is one."""
+
+    @property
+    def architecture(self) -> str:
+        """The class name that the checkpoint gives."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to vocab_size - 1."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest context in tokens."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every end-of-sequence id that the configuration names."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided while reading, one sentence each; the engine logs them at start."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """The `ModelDescription` of a model that is not the native transformer. Fields as there."""
+
+    architecture: str
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()

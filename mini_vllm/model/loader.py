@@ -1,4 +1,4 @@
-"""From a model's files to a `Transformer` that is ready to run.
+"""From a model's files to a model that is ready to run.
 
 Where it stands: called once at start, by the engine or by the naive loops.
 
@@ -6,6 +6,8 @@ Where it stands: called once at start, by the engine or by the naive loops.
 
     safetensors    mapped; only what is fused (q/k/v, gate/up) or stored in another dtype takes memory
     GGUF           converted once into a file of fused parameters, then mapped (converted_weights.py)
+
+An architecture that is not native goes to `hf_backend.py` or `registered_model.py`; see `implementation.py`.
 
 What always holds: every parameter comes from the checkpoint, or the start stops with an error that names the tensor. No
 weight is ever in memory twice, apart from the one that is being made.
@@ -29,7 +31,10 @@ from mini_vllm.model.architectures import tied_head, weight_map
 from mini_vllm.model.config import ModelConfig
 from mini_vllm.model.converted_weights import convert, converted_path, load_converted
 from mini_vllm.model.dtype import resolve_dtype
-from mini_vllm.model.model_files import load_model_config
+from mini_vllm.model.hf_config import HFConfig
+from mini_vllm.model.implementation import choose_implementation
+from mini_vllm.model.language_model import LanguageModel, ModelDescription
+from mini_vllm.model.model_files import load_model_config, read_raw_config
 from mini_vllm.model.safetensors_source import SafetensorsSource
 from mini_vllm.model.transformer import Transformer, init_random_weights
 from mini_vllm.model.weight_map import WeightSpec
@@ -50,14 +55,19 @@ class LoadedModel:
         dtype_reason: why this one, as a clause for the log.
     """
 
-    model: Transformer
-    config: ModelConfig
+    model: LanguageModel
+    config: ModelDescription
     dtype: torch.dtype
     dtype_reason: str
 
 
 def load_model(
-    files: ModelFiles, *, dtype: str = "auto", device: str = "cpu", load_format: LoadFormat = "auto"
+    files: ModelFiles,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: LoadFormat = "auto",
+    model_impl: str = "auto",
 ) -> LoadedModel:
     """Load a model.
 
@@ -66,13 +76,27 @@ def load_model(
         dtype: "auto", "float32", "bfloat16" or "float16"; see `resolve_dtype`.
         device: where it will run.
         load_format: "auto" reads the checkpoint, "dummy" fills in random weights.
+        model_impl: who computes it; see `choose_implementation`.
 
     Raises:
         ModelLoadError: a file or a tensor is missing, damaged or of the wrong shape.
         UnsupportedModelError: the model needs something that is not implemented.
-        InvalidConfigError: an unknown dtype.
+        InvalidConfigError: an unknown dtype or implementation.
     """
     started = time.perf_counter()
+    load = choose_implementation(files, model_impl)
+    if load is None:
+        loaded = _load_native(files, dtype, device, load_format)
+    else:
+        raw = read_raw_config(files)
+        choice = resolve_dtype(dtype, device, HFConfig(raw).dtype())
+        model, summary = load(files.path, raw, dtype=choice.dtype, device=device, load_format=load_format)
+        loaded = LoadedModel(model, summary, choice.dtype, choice.reason)
+    logger.info("loaded %s in %.2f s", files.name, time.perf_counter() - started)
+    return loaded
+
+
+def _load_native(files: ModelFiles, dtype: str, device: str, load_format: LoadFormat) -> LoadedModel:
     config = load_model_config(files)
     choice = resolve_dtype(dtype, device, config.checkpoint_dtype)
     if load_format == "dummy":
@@ -87,7 +111,6 @@ def load_model(
             check_fit(source, weight_map(config), ignored=_is_harmless)
             parameters = read_parameters(source, weight_map(config), choice.dtype)
             model = build_model(config, parameters, choice.dtype, device)
-    logger.info("loaded %s in %.2f s", files.name, time.perf_counter() - started)
     return LoadedModel(model.eval(), config, choice.dtype, choice.reason)
 
 

@@ -88,13 +88,24 @@ def load_model_config(files: ModelFiles) -> ModelConfig:
         UnsupportedModelError: something in it is not implemented.
         ModelLoadError: no configuration, or a damaged one.
     """
-    is_gguf = files.format == "gguf"
-    raw = _gguf_configs(files)["config"] if is_gguf else _read_json(files.path / "config.json")
+    raw = read_raw_config(files)
     try:
         return model_config_from_hf(raw)
     except ModelLoadError as error:
-        said = f"{files.path} (read as a config.json)" if is_gguf else files.path
+        said = f"{files.path} (read as a config.json)" if files.format == "gguf" else files.path
         raise type(error)(f"{said}: {error}") from error
+
+
+def read_raw_config(files: ModelFiles) -> dict[str, Any]:
+    """The parsed `config.json`, or what the head of a GGUF file says in its terms.
+
+    Raises:
+        ModelLoadError: no configuration, or a damaged one.
+    """
+    if files.format == "gguf":
+        config: dict[str, Any] = _gguf_configs(files)["config"]
+        return config
+    return _read_json(files.path / "config.json")
 
 
 def load_generation_config(files: ModelFiles) -> GenerationConfig:

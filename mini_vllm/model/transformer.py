@@ -203,7 +203,7 @@ def _finish_logits(config: ModelConfig) -> nn.Module:
     return nn.Sequential(*steps)
 
 
-def init_random_weights(model: Transformer, seed: int = 0) -> None:
+def init_random_weights(model: nn.Module, seed: int = 0) -> None:
     """Fill a model with small random weights, for runs without a checkpoint (`--load-format dummy`).
 
     Matrices are normal with a deviation of 0.02, norms are 1, biases 0. The numbers are drawn in float32 on the CPU, so

@@ -93,7 +93,7 @@ def read_common(config: HFConfig, name: str, reading: Reading) -> ModelConfig:
         sliding_windows=(None,) * num_layers,
         bos_token_id=config.integer("bos_token_id", minimum=0) if config.has("bos_token_id") else None,
         eos_token_ids=config.token_ids("eos_token_id"),
-        checkpoint_dtype=_read_dtype(config),
+        checkpoint_dtype=config.dtype(),
         notes=notes,
         activation=read_activation(config, reading.activation_key, reading.activation),
     )
@@ -169,9 +169,3 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
                 f"{name} in config.json must have a number for each of the {turning // 2} pairs of dimensions that "
                 f"turn, but it has {len(factors)}."
             )
-
-
-def _read_dtype(config: HFConfig) -> str | None:
-    """`dtype`, or `torch_dtype` as it was called before transformers 5."""
-    dtype = config.raw.get("dtype") or config.raw.get("torch_dtype")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
