@@ -40,6 +40,12 @@ def build_cli_model(directory: Path) -> Path:
         bos_token_id=None,
     )
     (directory / "generation_config.json").unlink(missing_ok=True)
+    write_byte_tokenizer(directory)
+    return directory
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """The files of a tokenizer of 256 bytes and <eos>, which is 256."""
     tokenizer = Tokenizer(models.BPE(vocab={character: place for place, character in enumerate(_ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +53,6 @@ def build_cli_model(directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mini_vllm.model.attention import AttentionBackend, AttentionMetadata
 from mini_vllm.model.attention_backends import make_backend
-from mini_vllm.model.transformer import Transformer
+from mini_vllm.model.language_model import LanguageModel
 
 BLOCK_SIZE = 4
 
@@ -34,9 +34,9 @@ class PagedSequence:
 
 @torch.inference_mode()
 def decode_greedily(
-    model: Transformer, prompts: list[list[int]], *, num_tokens: int, chunk_size: int, backend: str = "auto"
+    model: LanguageModel, prompts: list[list[int]], *, num_tokens: int, chunk_size: int, backend: str = "auto"
 ) -> list[PagedSequence]:
-    """Give every prompt `num_tokens` more tokens; short prompts decode while long ones still prefill.
+    """Give every prompt `num_tokens` more tokens, in float32; short prompts decode while long ones still prefill.
 
     Returns:
         the sequences; `logits` has a row for each position but the last token's.
@@ -46,7 +46,7 @@ def decode_greedily(
     shuffled = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).tolist()
     for sequence, count in zip(sequences, needed, strict=True):
         sequence.blocks = [shuffled.pop() for _ in range(count)]
-    dtype, device = model.embed_tokens.weight.dtype, model.embed_tokens.weight.device
+    dtype, device = torch.float32, torch.device("cpu")
     cache = make_backend(backend, "paged", BLOCK_SIZE, dtype, device, model.layer_specs)
     cache.allocate(model.layer_specs, sum(needed))
     while running := [sequence for sequence in sequences if not sequence.is_finished]:
@@ -54,7 +54,7 @@ def decode_greedily(
     return sequences
 
 
-def _step(model: Transformer, cache: AttentionBackend, running: list[PagedSequence], chunk_size: int) -> None:
+def _step(model: LanguageModel, cache: AttentionBackend, running: list[PagedSequence], chunk_size: int) -> None:
     chunks = [sequence.next_chunk(chunk_size) for sequence in running]
     counts = [len(chunk) for chunk in chunks]
     widest = max(len(sequence.blocks) for sequence in running)

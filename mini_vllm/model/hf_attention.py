@@ -37,6 +37,7 @@ WHILE_PROBED = "mini_vllm_probe"
 
 _PORT = "mini_vllm_port"  # the attribute of a module that leads from a layer to its model's port
 _FULL, _UNKNOWN = 0, -1  # what `read_mask` says when it finds no window: all is seen, or another rule
+_SOME_LENGTH = 4096  # of a model that names no longest context, which is refused later
 # Arguments of the library's attention functions that change nothing here: places and caches are the engine's own, and
 # there is no dropout in evaluation mode.
 _WITHOUT_EFFECT = frozenset(
@@ -91,8 +92,8 @@ def attend(
     port: AttentionPort | None = getattr(module, _PORT, None)
     if port is None or port.handler is None:
         raise RuntimeError("attention of a mini vLLM model was called outside of a step")
-    flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, head_dim]
-    return port.handler(module, *flat, attention_mask, options)[None], None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, head_dim]
+    return port.handler(module, query, key, value, attention_mask, options)[None], None
 
 
 class LayerProbe:
@@ -224,7 +225,7 @@ def read_mask(mask_function: Callable[..., Tensor], config: Any, device: Any, **
     Returns:
         [1, 1, 1, 1] int64: the window in tokens, `_FULL`, or `_UNKNOWN` for another rule.
     """
-    length = int(config.max_position_embeddings)
+    length = getattr(config, "max_position_embeddings", None) or _SOME_LENGTH
     keys = torch.arange(length, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     widths = []

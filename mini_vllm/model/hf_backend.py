@@ -131,10 +131,9 @@ def load_transformers_model(
     """
     register_with_transformers()
     model_class, config = _class_and_config(directory, raw)
-    max_position, notes = context_length(config)
     causal_lm = _make_model(directory, model_class, config, dtype, load_format).to(device).eval()
     causal_lm.requires_grad_(False)
-    model = _take_apart(causal_lm, max_position, dtype)
+    model, max_position, notes = _take_apart(causal_lm, dtype)
     summary = ModelSummary(
         architecture=model_class.__name__,
         vocab_size=causal_lm.get_input_embeddings().weight.shape[0],
@@ -145,16 +144,17 @@ def load_transformers_model(
     return model, summary
 
 
-def _take_apart(causal_lm: Any, max_position: int, dtype: torch.dtype) -> TransformersModel:
-    """Put our attention into a model, once it is sure that it fits."""
+def _take_apart(causal_lm: Any, dtype: torch.dtype) -> tuple[TransformersModel, int, tuple[str, ...]]:
+    """Put our attention into a model, and see that it fits. Returns: it, its longest context, notes for the log."""
     name, port = type(causal_lm).__name__, AttentionPort(causal_lm)
     probed = probe(causal_lm, port, dtype)
+    max_position, notes = context_length(causal_lm.config)
     causal_lm.set_attn_implementation(IN_A_STEP)
     model = TransformersModel(causal_lm, probed.body, port, probed.calls)
     check_halves(name, model, probed, dtype)
     model.settle_context(max_position)
     check_rows(name, model, max_position, causal_lm.device, dtype)
-    return model
+    return model, max_position, notes
 
 
 def transformers_architectures() -> list[str]:

@@ -1,7 +1,7 @@
 """Rotary embeddings of the transformers library that depend on the length of the text, settled at load.
 
-Where it stands: beside `hf_backend.py`. Two kinds choose their frequencies at each forward by the longest text in it, and
-keys that lie in a cache cannot follow. As for native models (`rope_config.py`):
+Where it stands: beside `hf_backend.py`. Two kinds choose their frequencies at each forward by the longest text in it,
+and keys that lie in a cache cannot follow. As for native models (`rope_config.py`):
 
     dynamic     within the context of the first training it is plain RoPE: the longest context is capped there
     longrope    the long factors where the engine's longest context goes beyond that of the first training

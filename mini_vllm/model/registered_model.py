@@ -10,7 +10,7 @@ In vLLM: `load_weights` of each model, and `AutoWeightsLoader` in `vllm/model_ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -64,7 +64,7 @@ def load_registered_model(
         with torch.no_grad():
             init_random_weights(module)
     else:
-        specs = weight_specs(module)
+        specs = _weight_specs(module)
         with closing(SafetensorsSource(directory)) as source:
             check_fit(source, specs, ignored=lambda name: False)
             state = {name: parameter.to(device) for name, parameter in read_parameters(source, specs, dtype)}
@@ -74,11 +74,11 @@ def load_registered_model(
     return model, summary
 
 
-def weight_specs(module: nn.Module) -> list[WeightSpec]:
+def _weight_specs(module: nn.Module) -> list[WeightSpec]:
     """Where every parameter comes from: what the class says, else the tensor of the same name."""
-    if hasattr(module, "weight_map"):
-        specs: list[WeightSpec] = module.weight_map()
-        return specs
+    own_map: Callable[[], list[WeightSpec]] | None = getattr(module, "weight_map", None)
+    if own_map is not None:
+        return own_map()
     return [WeightSpec(name, (name,), (tuple(parameter.shape),)) for name, parameter in module.named_parameters()]
 
 
