@@ -20,7 +20,7 @@ from typing import Any
 from mini_vllm.benchmark.options import LatencyOptions
 from mini_vllm.benchmark.progress import Progress
 from mini_vllm.benchmark.records import RunRecord
-from mini_vllm.benchmark.report import Spread, Table, machine, percentiles
+from mini_vllm.benchmark.report import Spread, Table, machine, percentile_cell, percentiles
 from mini_vllm.benchmark.runner import (
     WARM_UP_TOKENS,
     Bench,
@@ -111,13 +111,9 @@ def latency_table(report: dict[str, Any]) -> Table:
     """The report for people, in milliseconds."""
     rows = []
     for result in report["results"]:
-        cells = [_cell(result[name]) for name in ("time_to_first_token", "inter_token", "end_to_end")]
+        cells = [percentile_cell(result[name]) for name in ("time_to_first_token", "inter_token", "end_to_end")]
         step = result["step_time"]
         cells += [f"{1e3 * step[name]:.2f}" if step else "-" for name in (*PARTS, "total")]
         rows.append((str(result["batch_size"]), str(result["input_len"]), *cells))
     columns = ("batch", "prompt", "first token", "inter-token", "end to end", *PARTS, "step")
     return Table("Latency in ms: p50 / p90 / p99; median parts of a decode step", columns, tuple(rows))
-
-
-def _cell(values: dict[str, float]) -> str:
-    return " / ".join(f"{1e3 * value:.1f}" for value in values.values()) or "-"

@@ -130,6 +130,7 @@ class ServingOptions:
         max_concurrency: most requests open at once; others wait at the client, and their clock runs. None: no limit.
         ttft_limit: seconds to the first token that still count as good.
         tpot_limit: seconds a token after the first that still count as good.
+        plain: send OpenAI's own fields only; answers then end where the model ends them.
         api_key: sent as a bearer token.
         timeout: seconds after which a request has failed.
     """
@@ -144,6 +145,7 @@ class ServingOptions:
     max_concurrency: int | None = None
     ttft_limit: float = 1.0
     tpot_limit: float = 0.1
+    plain: bool = False
     api_key: str | None = None
     timeout: float = 600.0
 

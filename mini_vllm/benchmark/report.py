@@ -48,18 +48,30 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    import torch
+def percentile_cell(values: Mapping[str, float]) -> str:
+    """`12.1 / 14.0 / 15.2`: the percentiles of some seconds, in milliseconds."""
+    return " / ".join(f"{1e3 * value:.1f}" for value in values.values()) or "-"
 
+
+def processor() -> dict[str, Any]:
+    """What runs this process."""
     return {
         "processor": _processor_name(),
         "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "mini_vllm": _own_version(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures of a model in this process were measured on."""
+    import torch
+
+    return {
+        **processor(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
         "torch": torch.__version__,
-        "mini_vllm": _own_version(),
     }
 
 

@@ -10,6 +10,7 @@ import typer
 
 from mini_vllm.commands.bench.ladder import ladder
 from mini_vllm.commands.bench.latency import latency
+from mini_vllm.commands.bench.serving import serving
 from mini_vllm.commands.bench.throughput import throughput
 
 bench = typer.Typer(
@@ -17,5 +18,5 @@ bench = typer.Typer(
     rich_markup_mode=None,
     help="Measure the engine: throughput, latency, serving over HTTP, the ladder of its ideas, other engines.",
 )
-for command in (throughput, latency, ladder):
+for command in (throughput, latency, serving, ladder):
     bench.command()(command)
