@@ -20,7 +20,7 @@ from typing import Any
 
 from mini_vllm.errors import UnsupportedModelError
 from mini_vllm.model.config import ModelConfig
-from mini_vllm.model.families import cohere, gemma, granite, llama, moe, olmo2, phi3, smollm3
+from mini_vllm.model.families import cohere, gemma, gpt, granite, llama, moe, olmo2, phi3, smollm3
 from mini_vllm.model.hf_config import HFConfig
 from mini_vllm.model.weight_map import TensorNames, WeightSpec, map_weights
 
@@ -102,6 +102,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Architecture("Olmo2ForCausalLM", olmo2.read_olmo2, llama.LLAMA_NAMES),
             Architecture("GraniteForCausalLM", granite.read_granite, llama.LLAMA_NAMES),
             Architecture("CohereForCausalLM", cohere.read_cohere, llama.LLAMA_NAMES),
+            Architecture("GPT2LMHeadModel", gpt.read_gpt2, gpt.GPT2_NAMES),
+            Architecture("GPTNeoXForCausalLM", gpt.read_gpt_neox, gpt.GPT_NEOX_NAMES),
+            Architecture("Starcoder2ForCausalLM", gpt.read_starcoder2, gpt.STARCODER2_NAMES),
         )
     }
 )

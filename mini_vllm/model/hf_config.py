@@ -99,6 +99,11 @@ class HFConfig:
             return None
         return None if default is None and not self.has(key) else self.number(key, default)
 
+    def renamed(self, names: Mapping[str, str]) -> HFConfig:
+        """The same configuration with some keys under the names that other families use, unless those are there."""
+        values = {ours: self.raw[theirs] for theirs, ours in names.items() if self.has(theirs) and not self.has(ours)}
+        return HFConfig({**{key: self.raw[key] for key in self.raw if key not in names}, **values}, self.where)
+
     def with_values(self, **values: Any) -> HFConfig:
         """The same configuration with other values under some keys."""
         return HFConfig({**self.raw, **values}, self.where)
