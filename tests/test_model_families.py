@@ -344,7 +344,8 @@ def test_kv_heads_and_tied_and_untied_heads(tmp_path: Path, architecture: str, n
 
 
 def test_every_architecture_has_a_family_here() -> None:
-    assert {family.architecture for family in FAMILIES.values()} == set(ARCHITECTURES)
+    in_another_file = {"Gemma3ForConditionalGeneration"}  # test_renamed_checkpoints.py
+    assert {family.architecture for family in FAMILIES.values()} == set(ARCHITECTURES) - in_another_file
 
 
 # ---- longrope: the longest context decides which of its two sets of frequencies is used ------------------------------

@@ -95,6 +95,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             Architecture("GemmaForCausalLM", gemma.read_gemma, llama.LLAMA_NAMES),
             Architecture("Gemma2ForCausalLM", gemma.read_gemma2, gemma.SANDWICH_NAMES),
             Architecture("Gemma3ForCausalLM", gemma.read_gemma3, gemma.SANDWICH_NAMES),
+            Architecture("Gemma3ForConditionalGeneration", gemma.read_gemma3_with_vision, gemma.SANDWICH_NAMES),
             Architecture("MixtralForCausalLM", moe.read_mixtral, moe.MIXTRAL_NAMES),
             Architecture("Qwen2MoeForCausalLM", moe.read_qwen2_moe, llama.LLAMA_NAMES),
             Architecture("Qwen3MoeForCausalLM", moe.read_qwen3_moe, llama.LLAMA_NAMES),

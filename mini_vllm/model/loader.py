@@ -35,6 +35,7 @@ from mini_vllm.model.hf_config import HFConfig
 from mini_vllm.model.implementation import choose_implementation
 from mini_vllm.model.language_model import LanguageModel, ModelDescription
 from mini_vllm.model.model_files import load_model_config, read_raw_config
+from mini_vllm.model.renamed_source import with_wanted_names
 from mini_vllm.model.safetensors_source import SafetensorsSource
 from mini_vllm.model.transformer import Transformer, init_random_weights
 from mini_vllm.model.weight_map import WeightSpec
@@ -42,6 +43,9 @@ from mini_vllm.model.weight_source import WeightSource, check_fit, read_paramete
 from mini_vllm.store.model_store import ModelFiles
 
 logger = logging.getLogger(__name__)
+
+# Rotary frequencies, and the causal masks of GPT-2 and GPT-NeoX.
+_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", "attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def _load_native(files: ModelFiles, dtype: str, device: str, load_format: LoadFo
     elif files.format == "gguf":
         model = build_model(config, _gguf_parameters(files, config, choice.dtype), choice.dtype, device)
     else:
-        with closing(SafetensorsSource(files.path)) as source:
+        with closing(_open_safetensors(files, config)) as source:
             config = settle_head(config, source, choice.dtype)
             check_fit(source, weight_map(config), ignored=_is_harmless)
             parameters = read_parameters(source, weight_map(config), choice.dtype)
@@ -129,6 +133,12 @@ def build_model(
     state = {name: parameter.to(device) for name, parameter in parameters}
     model.load_state_dict(state, strict=True, assign=True)
     return model
+
+
+def _open_safetensors(files: ModelFiles, config: ModelConfig) -> WeightSource:
+    specs, head = weight_map(config), tied_head(config)
+    wanted = [name for spec in (*specs, *([head] if head else [])) for name in spec.sources]
+    return with_wanted_names(SafetensorsSource(files.path), specs[0].sources[0], wanted)
 
 
 def settle_head(config: ModelConfig, source: WeightSource, dtype: torch.dtype) -> ModelConfig:
@@ -179,4 +189,4 @@ def _convert_gguf(files: ModelFiles, specs: list[WeightSpec], dtype: torch.dtype
 
 def _is_harmless(name: str) -> bool:
     """Tensors that are computed from the configuration, which some checkpoints hold all the same."""
-    return name.endswith("rotary_emb.inv_freq") or name == "rope_freqs.weight"
+    return name.endswith(_COMPUTED) or name == "rope_freqs.weight"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from mini_vllm.model.config import ModelConfig
 from mini_vllm.model.families.common import Reading, read_common, read_layer_types
@@ -20,6 +21,17 @@ from mini_vllm.model.weight_map import TensorNames
 SANDWICH_NAMES = TensorNames(post_attention_norm="pre_feedforward_layernorm")
 
 _SANDWICH_READS = frozenset({"attention_bias", "sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"})
+# What transformers takes for the text model of a Gemma 3 that says nothing else.
+_GEMMA3_TEXT: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+_OUTER_KEYS = ("bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
 
 def read_gemma(config: HFConfig) -> ModelConfig:
@@ -60,6 +72,18 @@ def read_gemma3(config: HFConfig) -> ModelConfig:
         qk_norm="head",
         ropes=tuple(local.rope if each == "sliding_attention" else model.rope for each in types),
         logit_softcap=config.optional_number("final_logit_softcapping", None),
+    )
+
+
+def read_gemma3_with_vision(config: HFConfig) -> ModelConfig:
+    """The text model of a Gemma 3 that can also see; its configuration leaves out what is usual."""
+    text = config.mapping("text_config").raw
+    outer = {key: config.raw[key] for key in _OUTER_KEYS if config.has(key)}
+    model = read_gemma3(HFConfig({**_GEMMA3_TEXT, **outer, **text}, f"text_config in {config.where}"))
+    return replace(
+        model,
+        eos_token_ids=model.eos_token_ids | config.token_ids("eos_token_id"),
+        notes=("the part of the model that sees is left out: text only",),
     )
 
 
