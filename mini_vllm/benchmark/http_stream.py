@@ -115,8 +115,8 @@ async def _exchange(server: Server, method: str, path: str, body: bytes) -> Asyn
             **server.headers,
         }
         request = h11.Request(method=method, target=server.prefix + path, headers=list(headers.items()))
-        for event in (request, h11.Data(data=body), h11.EndOfMessage()):
-            writer.write(connection.send(event) or b"")
+        for part in (request, h11.Data(data=body), h11.EndOfMessage()):
+            writer.write(connection.send(part) or b"")
         status, error_text = 0, b""
         async for event in _answer(connection, reader):
             if isinstance(event, h11.Response):

@@ -8,6 +8,7 @@ What always holds: options that exist are of the right form; a wrong one raises 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mini_vllm.benchmark.workload import Lengths
@@ -176,6 +177,42 @@ class ServingOptions:
                 f"request_rate is written 1,2.5,inf, each over 0, got {self.request_rate!r}", field="request_rate"
             )
         return rates
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """With whom to compare, and the two phases beside the mixed workload.
+
+    Args:
+        peer: another engine as NAME=COMMAND, the Python it is installed in: vllm=/path/to/python; also transformers,
+            openvino, llama-cpp, url=http://host:port; NAME may go on after a colon (openvino:int8). None: all that
+            this Python has.
+        peer_model: what a peer runs where it cannot read this model: NAME=PATH; for a url the served model's name.
+        peer_timeout: seconds after which a peer is given up.
+        stream_input_len: prompt tokens of the one stream.
+        stream_output_len: output tokens of the one stream.
+        num_prefills: prompts of the prefill phase.
+        prefill_len: tokens of each of them.
+    """
+
+    peer: str | Sequence[str] | None = None
+    peer_model: str | Sequence[str] | None = None
+    peer_timeout: float = 1200.0
+    stream_input_len: int = 128
+    stream_output_len: int = 128
+    num_prefills: int = 8
+    prefill_len: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("stream_input_len", "stream_output_len", "num_prefills", "prefill_len"):
+            _at_least(name, getattr(self, name), 1)
+        if not self.peer_timeout > 0:
+            raise InvalidConfigError(
+                f"peer_timeout must be over 0 seconds, got {self.peer_timeout}", field="peer_timeout"
+            )
+        for name in ("peer", "peer_model"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
 
 
 def _at_least(name: str, value: int, lowest: int) -> None:

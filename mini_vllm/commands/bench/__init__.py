@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from mini_vllm.commands.bench.compare import compare
 from mini_vllm.commands.bench.ladder import ladder
 from mini_vllm.commands.bench.latency import latency
 from mini_vllm.commands.bench.serving import serving
@@ -18,5 +19,5 @@ bench = typer.Typer(
     rich_markup_mode=None,
     help="Measure the engine: throughput, latency, serving over HTTP, the ladder of its ideas, other engines.",
 )
-for command in (throughput, latency, serving, ladder):
+for command in (throughput, latency, serving, ladder, compare):
     bench.command()(command)

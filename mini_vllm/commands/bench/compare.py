@@ -1,0 +1,41 @@
+"""`mini-vllm bench compare`."""
+
+from __future__ import annotations
+
+from mini_vllm.benchmark.options import CompareOptions, WorkloadOptions
+from mini_vllm.commands.bench.shared import ENGINE_FLAGS, REPORT_FLAGS, ReportOptions, deliver
+from mini_vllm.commands.dataclass_flags import FlagGroup, flags_from
+from mini_vllm.commands.terminal import Quiet, Verbose, open_terminal
+from mini_vllm.config import EngineConfig
+
+
+@flags_from(
+    others=FlagGroup(CompareOptions),
+    workload=FlagGroup(WorkloadOptions),
+    report=REPORT_FLAGS,
+    engine=ENGINE_FLAGS,
+)
+def compare(
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    *,
+    others: CompareOptions,
+    workload: WorkloadOptions,
+    report: ReportOptions,
+    engine: EngineConfig,
+) -> None:
+    """This engine and others on one workload, one after the other in fresh processes, as ratios.
+
+    Example:
+
+      mini-vllm bench compare --peer vllm=/opt/vllm/bin/python --peer transformers=/opt/hf/bin/python
+
+      mini-vllm bench compare --peer "vllm=env LD_PRELOAD=/usr/lib/libtcmalloc.so.4 /opt/vllm/bin/python"
+    """
+    from mini_vllm.benchmark.compare import bench_compare, compare_table
+    from mini_vllm.benchmark.progress import open_progress
+
+    terminal = open_terminal(verbose=verbose, quiet=quiet)
+    with open_progress(is_shown=terminal.shows_progress) as progress:
+        result = bench_compare(engine, others, workload, repeats=report.repeats, progress=progress)
+    deliver(result, compare_table(result), report)

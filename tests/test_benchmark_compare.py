@@ -1,0 +1,196 @@
+"""Comparing engines: the project's own and transformers on a tiny model, a URL, and peers that misbehave."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_helpers import serving
+from cli_helpers import CommandLine, build_cli_model
+from engine_doubles import byte_tokenizer
+
+from mini_vllm.benchmark.compare import bench_compare, compare_table, phases_of
+from mini_vllm.benchmark.options import CompareOptions, WorkloadOptions
+from mini_vllm.benchmark.peer_model import huggingface_directory
+from mini_vllm.benchmark.peers import peers_of
+from mini_vllm.benchmark.records import BenchmarkError
+from mini_vllm.config import EngineConfig
+from mini_vllm.errors import InvalidConfigError
+from mini_vllm.store.model_store import resolve_model
+from mini_vllm.tokenizer.tokenizer import load_tokenizer
+
+SMALL = WorkloadOptions(num_prompts=5, input_len="4-12", output_len="3-6")
+PHASES: dict[str, Any] = {"stream_input_len": 6, "stream_output_len": 5, "num_prefills": 2, "prefill_len": 20}
+ENGINE: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 64, "dtype": "float32", "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_cli_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def stand_in(tmp_path: Path, body: str) -> str:
+    """A "Python" that a peer is run with: a script that gets the job and the result file."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(f"import json, sys\njob = json.load(open(sys.argv[2]))\n{body}\n")
+    return f"vllm={sys.executable} {script}"
+
+
+# ---- real engines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(model: Path) -> dict[str, Any]:
+    options = CompareOptions(peer=f"transformers={sys.executable}", **PHASES)
+    return bench_compare(EngineConfig(model=str(model), **ENGINE), options, SMALL, repeats=2)
+
+
+def test_both_engines_do_every_phase_and_give_the_same_answers(report: dict[str, Any]) -> None:
+    ours, theirs = report["results"]
+    assert (ours["engine"], theirs["engine"]) == ("mini-vllm", "transformers")
+    for name in ("mixed", "one stream", "prefill"):
+        assert ours["phases"][name]["ratio"] == 1.0
+        speeds = [one["phases"][name]["tokens_per_second"]["median"] for one in (ours, theirs)]
+        assert theirs["phases"][name]["ratio"] == pytest.approx(speeds[0] / speeds[1])
+    # float32, and an oracle that nobody here wrote: its greedy answers are ours.
+    assert theirs["phases"]["mixed"]["num_equal"] == 5
+    assert theirs["phases"]["one stream"]["num_equal"] == 1
+    assert ours["first_token_seconds"] > ours["load_seconds"] > 0
+
+
+def test_the_report_says_what_was_compared(report: dict[str, Any]) -> None:
+    header = report["header"]
+    assert (header["dtype"], header["threads"], header["repeats"]) == ("float32", 1, 2)
+    assert (header["one_stream"], header["prefill"]) == ("6 in, 5 out", "2 x 20")
+    rows = compare_table(report).rows
+    assert rows[0][0] == "mini-vllm" and rows[0][4] == "1.00"
+    assert rows[1][0] == "transformers" and rows[1][-1] == "5 of 5"
+
+
+def test_a_url_is_a_peer(model: Path) -> None:
+    with serving() as server:
+        options = CompareOptions(peer=f"url={server.url}", **PHASES)
+        result = bench_compare(EngineConfig(model=str(model), **ENGINE), options, SMALL, repeats=1)
+    theirs = result["results"][1]
+    assert set(theirs["phases"]) == {"mixed", "one stream", "prefill"}
+    assert theirs["phases"]["mixed"]["num_equal"] is None
+    assert compare_table(result).rows[1][2] == "-"
+
+
+# ---- peers that misbehave --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("sys.exit('no such thing')", "exit code 1: no such thing"),
+        ("sys.exit(3)", "exit code 3: it said nothing"),
+    ],
+)
+def test_a_peer_that_fails_has_its_last_words_in_the_table(
+    model: Path, tmp_path: Path, body: str, message: str
+) -> None:
+    options = CompareOptions(peer=stand_in(tmp_path, body), **PHASES)
+    result = bench_compare(EngineConfig(model=str(model), **ENGINE), options, SMALL, repeats=1)
+    assert result["results"][1] == {"engine": "vllm", "error": message}
+    assert compare_table(result).rows[1][1] == f"failed: {message}"
+
+
+def test_a_peer_that_brings_back_fewer_tokens_has_failed(model: Path, tmp_path: Path) -> None:
+    phase = '{"seconds": [1.0], "num_output_tokens": [1], "answers": [], "is_stable": True}'
+    result = f'{{"version": "1", "load_seconds": 1, "first_token_seconds": 1, "phases": {{"mixed": {phase}}}}}'
+    peer = stand_in(tmp_path, f"json.dump({result}, open(sys.argv[3], 'w'))")
+    report = bench_compare(
+        EngineConfig(model=str(model), **ENGINE), CompareOptions(peer=peer, **PHASES), SMALL, repeats=1
+    )
+    assert report["results"][1]["error"].startswith("1 tokens came back in mixed instead of")
+
+
+def test_an_engine_of_ours_that_does_not_start_is_an_error(model: Path) -> None:
+    config = EngineConfig(model=str(model), **{**ENGINE, "max_model_len": 16, "num_kv_blocks": 2})
+    options = CompareOptions(peer="url=http://127.0.0.1:9", **PHASES)
+    with pytest.raises(BenchmarkError, match=r"this engine failed: exit code 1: .*InvalidRequestError"):
+        bench_compare(config, options, SMALL, repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peer": "vllm"}, "peer is written NAME=VALUE, got 'vllm'"),
+        ({"peer": "tgi=python"}, "peer must be one of vllm, transformers, openvino, llama-cpp, url, got 'tgi'"),
+        ({"peer": "vllm=python", "peer_model": "openvino=x"}, "peer_model names 'openvino', which is no --peer"),
+    ],
+)
+def test_wrong_peers_are_refused(fields: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        peers_of(CompareOptions(**fields))
+
+
+def test_a_peer_has_a_kind_a_label_a_command_and_a_model() -> None:
+    options = CompareOptions(
+        peer=["openvino=env A=B /x/python", "openvino:int8=/x/python"], peer_model="openvino:int8=/models/int8"
+    )
+    plain, int8 = peers_of(options)
+    assert (plain.label, plain.kind, plain.command, plain.model) == (
+        *("openvino", "openvino", ("env", "A=B", "/x/python"), None),
+    )
+    assert (int8.label, int8.kind, int8.model) == ("openvino:int8", "openvino", "/models/int8")
+
+
+def test_without_peers_those_of_this_python_are_taken() -> None:
+    assert "transformers" in [peer.kind for peer in peers_of(CompareOptions())]
+
+
+@pytest.mark.parametrize(("peer", "message"), [("openvino=py", "optimum-cli export"), ("llama-cpp=py", "reads GGUF")])
+def test_a_model_that_a_peer_cannot_read_is_refused_before_anything_runs(model: Path, peer: str, message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        bench_compare(EngineConfig(model=str(model), **ENGINE), CompareOptions(peer=peer), SMALL)
+
+
+# ---- workloads and models --------------------------------------------------------------------------------------------
+
+
+def test_the_phases_have_their_sizes() -> None:
+    phases = phases_of(byte_tokenizer(), CompareOptions(**PHASES), SMALL)
+    assert [len(phase.items) for phase in phases.values()] == [5, 1, 2]
+    assert [len(item.prompt_token_ids) for item in phases["prefill"].items] == [20, 20]
+    assert phases["one stream"].items[0].num_output_tokens == 5
+
+
+def test_a_gguf_model_is_written_out_for_others_and_reads_back_equal() -> None:
+    """transformers reads the directory: the same greedy token as the engine gives for the same prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mini_vllm import LLM, SamplingParams
+
+    files = resolve_model("smollm2-135m-instruct")
+    directory = huggingface_directory(files, "float32")
+    prompt = load_tokenizer(files).encode("The capital of France is")
+    assert AutoTokenizer.from_pretrained(directory)("The capital of France is")["input_ids"] == prompt
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        token = int(theirs(torch.tensor([prompt])).logits[0, -1].argmax())
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    (ours,) = LLM(files.name, dtype="float32", num_kv_blocks=8).generate(prompt, params)
+    assert ours.outputs[0].token_ids == [token]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_a_table_and_writes_a_file(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, model: Path
+) -> None:
+    file = tmp_path / "report.json"
+    result = CommandLine(monkeypatch, capfdbinary)(
+        *("bench", "compare", "-m", model, "--peer", f"transformers={sys.executable}", "--num-prompts", "3"),
+        *("--input-len", "4", "--output-len", "3", "--stream-output-len", "3", "--num-prefills", "1"),
+        *("--prefill-len", "16", "--repeats", "1", "--num-kv-blocks", "64", "--max-model-len", "256", "--json", file),
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "This engine and others" in result.stdout
+    assert [one["engine"] for one in json.loads(file.read_text())["results"]] == ["mini-vllm", "transformers"]
