@@ -65,7 +65,8 @@ class EngineConfig:
         served_model_name: the name that outputs and the server show; the model's own name if None.
         dtype: what the model computes in; `auto` is bfloat16 where the hardware multiplies it, else float32.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        load_format: `auto` reads the checkpoint; `dummy` keeps the config and fills in random weights.
+        load_format: `auto` reads the checkpoint; `dummy` fills in random weights, and also takes as a model a
+            config.json, or one of the shapes tinyllama-1.1b, llama-3.2-1b, llama-3-8b.
         model_impl: who computes the model: `native` (this package's own transformer), `transformers` (that library's
             class with the attention of this package; needs the extra `hf`), `auto` (native where it can), or
             `module:Class` for a model of your own.

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from cli_helpers import CommandLine, build_cli_model
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mini_vllm.benchmark.equality import count_near_ties
 from mini_vllm.benchmark.ladder import bench_ladder, ladder_table, rungs
+from mini_vllm.benchmark.ladder_plot import plot_ladder
 from mini_vllm.benchmark.latency import bench_latency, latency_table
 from mini_vllm.benchmark.options import LadderOptions, LatencyOptions
 from mini_vllm.benchmark.records import BenchmarkError, RequestRecord, RunRecord
@@ -389,6 +391,29 @@ def test_the_ladder_as_markdown_and_json(ladder_report: dict[str, Any], tmp_path
     assert len(lines) == 2 + 9 and len({line.count("|") for line in lines}) == 1
     write_json(tmp_path / "ladder.json", ladder_report)
     assert json.loads((tmp_path / "ladder.json").read_text()) == ladder_report
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_ladder_as_a_chart(ladder_report: dict[str, Any], tmp_path: Path, ending: str) -> None:
+    file = tmp_path / f"ladder.{ending}"
+    plot_ladder(ladder_report, file)
+    content = file.read_bytes()
+    if ending == "png":
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        return
+    root = ElementTree.fromstring(content)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    # Text is drawn as shapes, and matplotlib leaves the words beside them as comments.
+    for result in ladder_report["results"]:
+        assert f"<!-- {result['rung']} -->".encode() in content
+    plot_ladder(ladder_report, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_bytes() == content, "the same report must give the same file"
+
+
+@pytest.mark.parametrize("name", ["ladder.xyz", "missing/ladder.svg"])
+def test_a_chart_that_cannot_be_written_is_refused(ladder_report: dict[str, Any], tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidConfigError, match="the chart cannot be written to"):
+        plot_ladder(ladder_report, tmp_path / name)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
         InvalidConfigError: matplotlib is not installed, or the file cannot be written.
     """
     require_matplotlib()
+    import matplotlib
     from matplotlib.figure import Figure
 
     results = report["results"]
@@ -50,7 +51,10 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
         axes.set_title(title)
         if place > 1:
             axes.set_yticklabels([])
+    # Without a date and with fixed names the same report gives the same file, and a repository sees real changes only.
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
     try:
-        figure.savefig(path)
+        with matplotlib.rc_context({"svg.hashsalt": "ladder"}):
+            figure.savefig(path, metadata=metadata)
     except (OSError, ValueError) as error:
         raise InvalidConfigError(f"the chart cannot be written to {path}: {error}", field="plot") from error

@@ -25,9 +25,9 @@ def start_engine(config: EngineConfig, terminal: Terminal, listener: EventListen
     Raises:
         InvalidConfigError, ModelNotFoundError, DownloadError, ModelLoadError: the start is refused.
     """
-    from mini_vllm.store.model_store import resolve_model
+    from mini_vllm.store.model_shapes import find_model
 
-    files = resolve_model(config.model, revision=config.revision)
+    files = find_model(config)
     with terminal.busy(f"Loading {files.name}"):
         from mini_vllm.engine.llm_engine import LLMEngine
 

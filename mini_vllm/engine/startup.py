@@ -17,11 +17,15 @@ from mini_vllm.config import EngineConfig
 from mini_vllm.engine.input_processor import ModelFacts
 from mini_vllm.engine.llm_engine import EngineParts
 from mini_vllm.model.device import resolve_device
+from mini_vllm.model.hf_config import HFConfig
 from mini_vllm.model.loader import load_model
-from mini_vllm.model.model_files import load_generation_config
-from mini_vllm.store.model_store import ModelFiles, resolve_model
+from mini_vllm.model.model_files import load_generation_config, read_raw_config
+from mini_vllm.store.model_shapes import find_model
+from mini_vllm.store.model_store import ModelFiles
 from mini_vllm.tokenizer.chat_template import load_chat_template
-from mini_vllm.tokenizer.tokenizer import load_tokenizer
+from mini_vllm.tokenizer.stand_in import stand_in_tokenizer
+from mini_vllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from mini_vllm.tokenizer.tokenizer_files import TOKENIZER_FILES
 from mini_vllm.worker.executor import InProcessExecutor
 
 logger = logging.getLogger(__name__)
@@ -34,8 +38,8 @@ def load_parts(config: EngineConfig) -> EngineParts:
         InvalidConfigError, ModelNotFoundError, DownloadError, ModelLoadError: with what was tried and what to do.
     """
     device = resolve_device(config.device)
-    files = resolve_model(config.model, revision=config.revision)
-    tokenizer = load_tokenizer(files)
+    files = find_model(config)
+    tokenizer = _tokenizer(config, files)
     chat_template = load_chat_template(tokenizer, Path(config.chat_template) if config.chat_template else None)
     generation_config = load_generation_config(files)
     loaded = load_model(
@@ -57,6 +61,15 @@ def load_parts(config: EngineConfig) -> EngineParts:
     )
     executor = InProcessExecutor(config, loaded.model, loaded.dtype, device)
     return EngineParts(executor, tokenizer, chat_template, facts, loaded.config.max_position_embeddings, files.name)
+
+
+def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
+    """The model's own; for random weights beside which none lies, one that stands in for it."""
+    has_none = files.path.is_dir() and not any((files.path / name).exists() for name in TOKENIZER_FILES)
+    if config.load_format == "dummy" and has_none:
+        logger.info("no tokenizer in %s: its tokens are bytes, and words that no text becomes", files.path)
+        return stand_in_tokenizer(HFConfig(read_raw_config(files)).integer("vocab_size"))
+    return load_tokenizer(files)
 
 
 def _generation_defaults(config: EngineConfig, files: ModelFiles, defaults: dict[str, Any]) -> dict[str, Any]:

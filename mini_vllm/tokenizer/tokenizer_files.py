@@ -29,6 +29,7 @@ from mini_vllm.errors import ModelLoadError
 from mini_vllm.json_text import parse_json
 from mini_vllm.tokenizer.sentencepiece_tokenizer import read_sentencepiece_model
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # one of them is the tokenizer itself
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
