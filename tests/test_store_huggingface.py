@@ -34,6 +34,8 @@ WANTED = {
 }
 UNWANTED = {
     "README.md": b"# Tiny",
+    "vocab.json": b"{}",  # the tokenizer.json says the same
+    "merges.txt": b"",
     "pytorch_model.bin": b"a pickle",
     "consolidated.safetensors": MODEL_BYTES,
     "onnx/model.safetensors": MODEL_BYTES,

@@ -128,7 +128,7 @@ def test_chat_templates_are_found_wherever_models_keep_them(
 
 
 def test_a_directory_without_a_tokenizer_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"looked for tokenizer\.json and tokenizer\.model"):
+    with pytest.raises(ModelLoadError, match=r"looked for tokenizer\.json, tokenizer\.model, and vocab\.json with"):
         load(tmp_path)
 
 

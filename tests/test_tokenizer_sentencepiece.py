@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 import sentencepiece
 from tokenizer_helpers import SENTENCEPIECE_MODELS, varied_texts
 
@@ -128,13 +129,13 @@ def test_the_first_word_after_a_prompt_keeps_its_space(tmp_path: Path) -> None:
     assert IncrementalDetokenizer(tokenizer, [library.bos_id()]).push(world) == "world"  # BOS is no text
 
 
-# ---- kinds that are refused ------------------------------------------------------------------------------------------
+# ---- models that are trained here ------------------------------------------------------------------------------------
 
 
-def train(**options: Any) -> bytes:
+def train(lines: list[str] | None = None, **options: Any) -> bytes:
     """A tiny model that the SentencePiece library trains on a few lines."""
     model = io.BytesIO()
-    lines = ["the cat sat on the mat", "a hat is not a cat", "what is that hat on the mat"] * 20
+    lines = lines or ["the cat sat on the mat", "a hat is not a cat", "what is that hat on the mat"] * 20
     settings = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, **options}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, minloglevel=2, **settings
@@ -164,19 +165,75 @@ def test_a_model_without_the_space_before_a_text(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == text
 
 
-def test_a_unigram_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"of type unigram with byte_fallback=True; only BPE"):
-        load_model(tmp_path, identity(model_type="unigram"))
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("byte_fallback", [True, False], ids=["bytes", "unknown"])
+@pytest.mark.parametrize("spaces", [True, False], ids=["one space", "all spaces"])
+def test_a_model_of_either_kind_encodes_and_decodes_as_the_library(
+    tmp_path: Path, kind: str, byte_fallback: bool, spaces: bool
+) -> None:
+    model = train_on_varied_texts(model_type=kind, byte_fallback=byte_fallback, remove_extra_whitespaces=spaces)
+    tokenizer, library = load_model(tmp_path, model), sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert tokenizer.vocab_size == library.get_piece_size()
+    used: set[int] = set()
+    for text in texts_without_special_tokens(300):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        used.update(ids)
+        assert library.decode(ids) == library.decode(library.encode(text))
+        assert score(library, ids) == pytest.approx(score(library, library.encode(text)), abs=1e-3)
+        if kind == "bpe":  # two ways to cut a text can be equally likely; two merges cannot
+            assert ids == library.encode(text)
+        if library.unk_id() not in ids and "▁" not in text:
+            assert tokenizer.decode(ids) == library.decode(ids)
+    assert (library.unk_id() in used) is not byte_fallback
+    assert {library.piece_to_id("<x>"), library.piece_to_id("ats")} <= used
 
 
-def test_a_model_without_byte_fallback_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"of type bpe with byte_fallback=False"):
-        load_model(tmp_path, identity(byte_fallback=False, vocab_size=40))
+def test_characters_are_replaced_as_the_library_does(tmp_path: Path) -> None:
+    model = train_on_varied_texts(model_type="bpe", normalization_rule_name="nmt_nfkc")
+    tokenizer, library = load_model(tmp_path, model), sentencepiece.SentencePieceProcessor(model_proto=model)
+    texts = [text for text in texts_without_special_tokens(400) if all(map(is_one_character, graphemes(text)))]
+    replaced = [text for text in texts if any(character in text for character in "ﬁⅧ½\t\u3000")]
+    assert len(texts) > 200 and len(replaced) > 50
+    assert [text for text in texts if tokenizer.encode(text, add_special_tokens=False) != library.encode(text)] == []
 
 
-def test_a_model_that_normalises_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"normalises text \(nmt_nfkc"):
-        load_model(tmp_path, train())
+def texts_without_special_tokens(count: int) -> list[str]:
+    """The library does not look for control pieces in a text."""
+    extra = ["chat hat hats <x>a<x> <x>", "<0x41> <0x0A>", "that hat at hat"]
+    texts = [*extra, *varied_texts(count, seed=9)]
+    return [text for text in texts if not any(token in text for token in ("<s>", "</s>", "<unk>"))]
+
+
+def train_on_varied_texts(**options: Any) -> bytes:
+    lines = [text.replace("\n", " ") for text in varied_texts(1500, seed=1) if text.strip()]
+    settings = {"normalization_rule_name": "identity", "byte_fallback": True, "character_coverage": 0.98, **options}
+    return train(lines=lines, vocab_size=900, user_defined_symbols=["<x>", "ats"], **settings)
+
+
+def score(library: Any, ids: list[int]) -> float:
+    return sum(library.get_score(token_id) for token_id in ids)
+
+
+def graphemes(text: str) -> list[str]:
+    return regex.findall(r"\X", text)
+
+
+def is_one_character(grapheme: str) -> bool:
+    return len(grapheme) == 1
+
+
+# ---- kinds that are refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["word", "char"])
+def test_words_and_characters_are_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"of type {kind}; only BPE and unigram"):
+        load_model(tmp_path, identity(model_type=kind, byte_fallback=False, use_all_vocab=kind == "word"))
+
+
+def test_a_mark_after_the_word_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="does not write a space as the mark before a word"):
+        load_model(tmp_path, identity(treat_whitespace_as_suffix=True))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100, V1.read_bytes()[:5000]], ids=["empty", "noise", "cut short"])

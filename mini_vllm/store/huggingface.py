@@ -39,6 +39,8 @@ _WANTED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -48,6 +50,8 @@ _WANTED = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
+# Read only where there is no tokenizer.json.
+_SECOND_CHOICE = ("vocab.json", "merges.txt")
 # Mistral repositories hold every weight twice: as Hugging Face names them, and in one file in Mistral's own format.
 _UNWANTED_WEIGHTS = "consolidated*"
 
@@ -114,7 +118,8 @@ def _list_files(repo_id: str, revision: str) -> tuple[str, list[HubFile]]:
 def _choose(repo_id: str, repository: Sequence[HubFile]) -> list[HubFile]:
     """The files that are needed, the small ones first."""
     names = [file.name for file in repository]
-    wanted = [file for file in repository if _is_wanted(file.name)]
+    unneeded = _SECOND_CHOICE if "tokenizer.json" in names else ()
+    wanted = [file for file in repository if _is_wanted(file.name) and file.name not in unneeded]
     if not any(file.name.endswith(".safetensors") for file in wanted):
         raise _no_weights(repo_id, names)
     if "config.json" not in names:

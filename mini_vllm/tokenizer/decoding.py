@@ -1,12 +1,13 @@
-"""From token strings to text: the two ways that decoder-only models use, as incremental streams.
+"""From token strings to text: the three ways that decoder-only models use, as incremental streams.
 
 Where it stands: below `Tokenizer` (which asks for a token's bytes) and `IncrementalDetokenizer` (which pushes one token
-after another). A token of a vocabulary is a string in one of two spellings:
+after another). A token of a vocabulary is a string in one of three spellings:
 
     byte-level BPE           "Ġworld"   each character stands for one byte (GPT-2's table); a token may end inside a
     (GPT-2, Llama 3, Qwen)              character: 龜 is the three bytes of "é¾" + "ľ"
-    BPE with byte fallback   "▁world"   real text with ▁ for a space; a character that is not in the vocabulary is
+    byte fallback            "▁world"   real text with ▁ for a space; a character that is not in the vocabulary is
     (Llama 2, Mistral)                  spelled "<0xE9>" "<0xBE>" "<0x9C>"
+    metaspace (XGLM)         "▁world"   the same without bytes: such a character is the unknown token
 
 What always holds: the strings that a stream returns, joined, are the text of all tokens pushed; a character is returned
 whole, with the token that completes it; the time is linear in the number of tokens.
@@ -39,11 +40,12 @@ class DecodingRules:
     """How a vocabulary spells text.
 
     Args:
-        scheme: "byte_level" or "byte_fallback", see the head of this file.
-        strip_leading_space: the first space of the whole text is not text (SentencePiece puts one before every text).
+        scheme: see the head of this file.
+        strip_leading_space: the first space of the whole text is not text (SentencePiece puts one before every text);
+            with metaspace, no space of the first token is.
     """
 
-    scheme: Literal["byte_level", "byte_fallback"]
+    scheme: Literal["byte_level", "byte_fallback", "metaspace"]
     strip_leading_space: bool = False
 
 
@@ -57,20 +59,22 @@ def decoding_rules(decoder: Mapping[str, Any] | None) -> DecodingRules:
     match _flatten(decoder):
         case [{"type": "ByteLevel"}]:
             return DecodingRules("byte_level")
+        case [{"type": "Metaspace", "replacement": "▁", **rest}]:
+            return DecodingRules("metaspace", strip_leading_space=rest.get("prepend_scheme", "always") != "never")
         case [
             {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
             {"type": "ByteFallback"},
             {"type": "Fuse"},
-            *rest,
+            *others,
         ]:
-            match rest:
+            match others:
                 case []:
                     return DecodingRules("byte_fallback")
                 case [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
                     return DecodingRules("byte_fallback", strip_leading_space=True)
     raise UnsupportedModelError(
-        f"The tokenizer's decoder is {decoder!r}; mini vLLM can stream the text of byte-level BPE (ByteLevel) and of "
-        "BPE with byte fallback (Replace, ByteFallback, Fuse, Strip) only."
+        f"The tokenizer's decoder is {decoder!r}; mini vLLM can stream the text of byte-level BPE (ByteLevel), of byte "
+        "fallback (Replace, ByteFallback, Fuse, Strip) and of Metaspace only."
     )
 
 
@@ -118,6 +122,8 @@ def new_text_stream(rules: DecodingRules) -> TextStream:
     """A stream that has seen no token."""
     if rules.scheme == "byte_level":
         return ByteLevelStream()
+    if rules.scheme == "metaspace":
+        return MetaspaceStream(strip_leading_space=rules.strip_leading_space)
     return ByteFallbackStream(strip_leading_space=rules.strip_leading_space)
 
 
@@ -190,6 +196,32 @@ class ByteFallbackStream:
             return text
         self._at_start = False
         return text.removeprefix(" ")
+
+
+class MetaspaceStream:
+    """Text of SentencePiece without bytes: a token is whole text, so nothing ever waits."""
+
+    def __init__(self, *, strip_leading_space: bool) -> None:
+        self._at_start = strip_leading_space
+
+    def token_bytes(self, token: str) -> bytes:
+        """The token's own bytes."""
+        return token.replace(SPACE_MARK, " ").encode("utf-8")
+
+    def push(self, token: str) -> str:
+        """The token's text."""
+        space = "" if self._at_start else " "
+        self._at_start = False
+        return token.replace(SPACE_MARK, space)
+
+    def flush(self) -> str:
+        """Nothing waits."""
+        return ""
+
+    def resume(self, tokens_backwards: Iterable[str]) -> None:
+        """Continue after a prompt: all that counts is whether it has any text."""
+        if any(tokens_backwards):
+            self._at_start = False
 
 
 class _CharacterStream:

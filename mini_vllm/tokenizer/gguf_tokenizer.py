@@ -30,12 +30,8 @@ from mini_vllm.errors import ModelLoadError, UnsupportedModelError
 from mini_vllm.store.atomic_write import atomic_directory
 from mini_vllm.store.gguf_file import read_gguf
 from mini_vllm.tokenizer.gguf_pre_tokenizers import pre_tokenization
-from mini_vllm.tokenizer.sentencepiece_bpe import (
-    PieceType,
-    SentencePieceVocabulary,
-    around_text,
-    build_sentencepiece_backend,
-)
+from mini_vllm.tokenizer.sentencepiece_backend import around_text, build_sentencepiece_backend
+from mini_vllm.tokenizer.sentencepiece_vocabulary import PieceType, SentencePieceVocabulary
 
 _FOLDER = "tokenizer-1"  # the number goes up when the conversion changes, so that old results are not read
 _SPECIAL_TOKEN_KEYS = {

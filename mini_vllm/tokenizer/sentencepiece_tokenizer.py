@@ -4,13 +4,14 @@ Where it stands: the source of a tokenizer when a directory has no `tokenizer.js
 which a few fields count here; their numbers are those of sentencepiece_model.proto:
 
     ModelProto   1 pieces: (1 piece, 2 score, 3 type)   2 trainer_spec   3 normalizer_spec
-    TrainerSpec  3 model_type  35 byte_fallback  40-42 unk_id, bos_id, eos_id
+    TrainerSpec  3 model_type  24 treat_whitespace_as_suffix  35 byte_fallback  40-42 unk_id, bos_id, eos_id
     NormalizerSpec  2 precompiled_charsmap  3 add_dummy_prefix  4 remove_extra_whitespaces  5 escape_whitespaces
 
 They are declared here and parsed by the `protobuf` package: the generated module that the `sentencepiece` package ships
 works only with the protobuf release that it was generated for.
 
-What always holds: a model of a kind that would be read wrongly (unigram, text normalisation) is refused.
+What always holds: a model of a kind that would be read wrongly (words, single characters, spaces that are kept or that
+end a piece) is refused.
 
 In vLLM: `transformers.convert_slow_tokenizer`.
 """
@@ -25,10 +26,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from mini_vllm.errors import ModelLoadError, UnsupportedModelError
-from mini_vllm.tokenizer.sentencepiece_bpe import SentencePieceVocabulary, build_sentencepiece_backend
+from mini_vllm.tokenizer.sentencepiece_backend import build_sentencepiece_backend
+from mini_vllm.tokenizer.sentencepiece_vocabulary import SentencePieceVocabulary
 
-_BPE = 2  # TrainerSpec.ModelType
-_MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+_UNIGRAM, _BPE, _WORD, _CHAR = 1, 2, 3, 4  # TrainerSpec.ModelType
+_REFUSED_KINDS = {_WORD: "word", _CHAR: "char"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def read_sentencepiece_model(path: Path, config: Mapping[str, Any]) -> SentenceP
 
     Raises:
         ModelLoadError: the file is damaged.
-        UnsupportedModelError: not BPE with byte fallback, or with normalisation of text.
+        UnsupportedModelError: neither BPE nor unigram, or spaces are not written as a mark before a word.
     """
     model = _parse(path)
     _check_supported(model, path)
@@ -64,6 +66,10 @@ def read_sentencepiece_model(path: Path, config: Mapping[str, Any]) -> SentenceP
             pieces=pieces,
             scores=[piece.score for piece in model.pieces],
             types=[piece.type for piece in model.pieces],
+            model="bpe" if model.trainer_spec.model_type == _BPE else "unigram",
+            byte_fallback=model.trainer_spec.byte_fallback,
+            charsmap=model.normalizer_spec.precompiled_charsmap,
+            remove_extra_spaces=model.normalizer_spec.remove_extra_whitespaces,
             space_before=space_before if model.normalizer_spec.add_dummy_prefix else "never",
             bos_token_id=known.get("bos_token") if config.get("add_bos_token", True) else None,
             eos_token_id=known.get("eos_token") if config.get("add_eos_token", False) else None,
@@ -74,16 +80,16 @@ def read_sentencepiece_model(path: Path, config: Mapping[str, Any]) -> SentenceP
 
 def _check_supported(model: Any, path: Path) -> None:
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    if trainer.model_type != _BPE or not trainer.byte_fallback:
-        kind = _MODEL_TYPES.get(trainer.model_type, trainer.model_type)
+    if trainer.model_type not in (_BPE, _UNIGRAM):
+        kind = _REFUSED_KINDS.get(trainer.model_type, trainer.model_type)
         raise UnsupportedModelError(
-            f"{path} is a SentencePiece model of type {kind} with byte_fallback={trainer.byte_fallback}; only BPE with "
-            "byte fallback is supported. If the model also comes with a tokenizer.json, put that beside it."
+            f"{path} is a SentencePiece model of type {kind}; only BPE and unigram are supported. If the model also "
+            "comes with a tokenizer.json, put that beside it."
         )
-    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces:
+    if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
         raise UnsupportedModelError(
-            f"{path} normalises text ({normalizer.name or 'unnamed rules'}, remove_extra_whitespaces="
-            f"{normalizer.remove_extra_whitespaces}, escape_whitespaces={normalizer.escape_whitespaces}), which is not "
+            f"{path} does not write a space as the mark before a word (treat_whitespace_as_suffix="
+            f"{trainer.treat_whitespace_as_suffix}, escape_whitespaces={normalizer.escape_whitespaces}), which is not "
             "supported. If the model also comes with a tokenizer.json, put that beside it."
         )
 
@@ -133,6 +139,7 @@ _FIELDS: Mapping[str, tuple[tuple[str, int, str, str], ...]] = {
     "Piece": (("piece", 1, "string", ""), ("score", 2, "float", ""), ("type", 3, "int32", "1")),
     "TrainerSpec": (
         ("model_type", 3, "int32", "1"),
+        ("treat_whitespace_as_suffix", 24, "bool", "false"),
         ("byte_fallback", 35, "bool", "false"),
         ("unk_id", 40, "int32", "0"),
         ("bos_id", 41, "int32", "1"),

@@ -1,10 +1,13 @@
 """Reading the tokenizer files of a model directory, as Hugging Face lays them out.
 
-Where it stands: below `load_tokenizer`. Three kinds of source end in the same `TokenizerParts`: a `tokenizer.json`, a
-SentencePiece `tokenizer.model`, and a GGUF file (whose metadata `gguf_tokenizer.py` turns into such a directory first).
+Where it stands: below `load_tokenizer`. Four kinds of source end in the same `TokenizerParts`: a `tokenizer.json`, a
+SentencePiece `tokenizer.model`, a `vocab.json` with `merges.txt`, and a GGUF file (whose metadata `gguf_tokenizer.py`
+turns into such a directory first).
 
     tokenizer.json            the tokenizer itself; its post-processor alone says whether BOS is added
     tokenizer.model           SentencePiece, read when there is no tokenizer.json
+    vocab.json, merges.txt    byte-level BPE, read when there is neither
+    added_tokens.json         more added tokens, in older models
     tokenizer_config.json     names of special tokens, more added tokens, chat template(s)
     special_tokens_map.json   names of special tokens, in older models
     chat_template.jinja, chat_template.json, additional_chat_templates/*.jinja
@@ -28,6 +31,7 @@ from tokenizers import Tokenizer as Backend
 from mini_vllm.errors import ModelLoadError
 from mini_vllm.json_text import parse_json
 from mini_vllm.tokenizer.sentencepiece_tokenizer import read_sentencepiece_model
+from mini_vllm.tokenizer.vocab_and_merges import has_vocab_and_merges, read_vocab_and_merges
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # one of them is the tokenizer itself
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -55,7 +59,7 @@ def read_tokenizer_directory(directory: Path) -> TokenizerParts:
 
     Raises:
         ModelLoadError: there is none, or a file is damaged.
-        UnsupportedModelError: a SentencePiece model of a kind that is not implemented.
+        UnsupportedModelError: a tokenizer of a kind that is not implemented.
     """
     config = _read_json_object(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(config, _read_json_object(directory / "special_tokens_map.json"))
@@ -65,12 +69,18 @@ def read_tokenizer_directory(directory: Path) -> TokenizerParts:
         sentencepiece = read_sentencepiece_model(directory / "tokenizer.model", config)
         backend = sentencepiece.backend
         special_tokens = {**sentencepiece.special_tokens, **special_tokens}
+    elif has_vocab_and_merges(directory):
+        byte_level = read_vocab_and_merges(directory, config, special_tokens)
+        backend = byte_level.backend
+        special_tokens = {**byte_level.special_tokens, **special_tokens}
     else:
         raise ModelLoadError(
-            f"No tokenizer in {directory}: looked for tokenizer.json and tokenizer.model. Download the model's "
-            "tokenizer files into that directory (other formats, such as vocab.json with merges.txt, can be converted "
-            "to tokenizer.json with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))."
+            f"No tokenizer in {directory}: looked for tokenizer.json, tokenizer.model, and vocab.json with merges.txt. "
+            "Download the model's tokenizer files into that directory (other formats can be converted to "
+            "tokenizer.json with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))."
         )
+    if "added_tokens_decoder" not in config:
+        config["added_tokens_decoder"] = _older_added_tokens(directory / "added_tokens.json", special_tokens)
     try:
         _add_tokens_of_config(backend, config, special_tokens)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -148,6 +158,15 @@ def _add_tokens_of_config(backend: Backend, config: Mapping[str, Any], special_t
     for text in [*special_tokens.values(), *extra_texts]:
         if text not in by_text or not by_text[text].special:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+
+
+def _older_added_tokens(path: Path, special_tokens: Mapping[str, str]) -> dict[str, Any]:
+    """What `added_tokens.json` ({"<tool>": 50257, ...}) says, as `added_tokens_decoder` would."""
+    added: dict[str, Any] = {}
+    for text, token_id in _read_json_object(path).items():
+        is_special = text in special_tokens.values()
+        added[str(token_id)] = {"content": text, "special": is_special, "normalized": not is_special}
+    return added
 
 
 def _values(tokens: Any) -> list[Any]:
