@@ -136,7 +136,7 @@ def _set_spelling(backend: Backend, kind: _TokenizerClass, *, add_prefix_space: 
 
 
 def _added_around(named: Mapping[str, str], vocab: Mapping[str, int], name: str) -> dict[str, int]:
-    text = named.get(name)
+    text = named.get(name, "")
     return {text: vocab[text]} if text in vocab else {}
 
 
