@@ -24,6 +24,7 @@ CacheKind = Literal["none", "contiguous", "paged"]
 SchedulingKind = Literal["sequential", "static", "continuous"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+KernelsName = Literal["auto", "cpu", "none"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # Enough to keep a few cores busy in a matrix product, and few enough that a running stream waits for one chunk of
@@ -37,6 +38,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scheduling": get_args(SchedulingKind),
     "dtype": get_args(DtypeName),
     "load_format": get_args(LoadFormat),
+    "kernels": get_args(KernelsName),
     "generation_config": ("auto", "none"),
 }
 _POSITIVE = (
@@ -83,6 +85,8 @@ class EngineConfig:
             `kv_cache_memory_fraction` of the memory that is free once the weights are loaded.
         kv_cache_memory_fraction: share of free memory for keys and values, over 0 and up to 1.
         attention_backend: name of the attention implementation, see `model/attention_backends`; `auto` picks by cache.
+        kernels: `auto` takes the C++ kernels where they fit (built once, at first use), `cpu` demands them, `none` runs
+            plain PyTorch alone.
         enable_prefix_caching: share the blocks of equal prompt beginnings between requests (paged only).
         enable_chunked_prefill: let a long prompt be computed in pieces beside running decodes.
         generation_config: `auto` takes sampling defaults from the model's generation_config.json, `none` does not.
@@ -111,6 +115,7 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     kv_cache_memory_fraction: float = 0.4
     attention_backend: str = "auto"
+    kernels: KernelsName = "auto"
     enable_prefix_caching: bool | None = None
     enable_chunked_prefill: bool = True
     generation_config: str = "auto"

@@ -9,6 +9,7 @@ raises one of these; an `AssertionError`, `KeyError` or the like that reaches a 
     |- InvalidConfigError       an engine option or a pair of options is wrong: the start is refused
     |- ModelNotFoundError       the model's name or path leads nowhere
     |- DownloadError            a model could not be fetched: network, hash, disk
+    |- KernelBuildError         the fast kernels cannot be built or loaded: the engine runs without them, unless told to
     `- ModelLoadError           a model's files are damaged, incomplete or of the wrong shape
        `- UnsupportedModelError an architecture, rope type, activation or format that is not implemented
 """
@@ -52,6 +53,10 @@ class ModelNotFoundError(MiniVLLMError):
 
 class DownloadError(MiniVLLMError):
     """A model could not be fetched: no network, a wrong hash, a full disk, a file cut short."""
+
+
+class KernelBuildError(MiniVLLMError):
+    """The fast kernels cannot be built or loaded on this machine."""
 
 
 class ModelLoadError(MiniVLLMError):

@@ -141,10 +141,12 @@ def parts_for(
     eos_token_ids: frozenset[int] = frozenset({EOS}),
     generation_defaults: Mapping[str, Any] | None = None,
     max_model_len: int = 256,
+    dtype: torch.dtype = torch.float32,
+    kernels: bool = False,
 ) -> EngineParts:
     tokenizer = tokenizer or byte_tokenizer()
     return EngineParts(
-        executor=InProcessExecutor(config, model, torch.float32, torch.device("cpu")),
+        executor=InProcessExecutor(config, model, dtype, torch.device("cpu"), kernels),
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens),
         facts=ModelFacts(vocab_size, eos_token_ids, generation_defaults or {}),

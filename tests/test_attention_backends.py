@@ -83,9 +83,10 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_paged_reference_equals_plain_attention_for_ragged_mixed_steps(
-    layer: AttentionLayerSpec, block_size: int
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_paged_attention_equals_plain_attention_for_ragged_mixed_steps(
+    layer: AttentionLayerSpec, block_size: int, name: str
 ) -> None:
     lengths = [37, 9, 1, 600]
     history = History(lengths, layer, seed=block_size)
@@ -93,7 +94,7 @@ def test_paged_reference_equals_plain_attention_for_ragged_mixed_steps(
     needed = [-(-n // block_size) for n in lengths]
     shuffled = np.random.default_rng(1).permutation(sum(needed) + 3).tolist()
     tables = [[shuffled.pop() for _ in range(count)] for count in needed]
-    backend = make_backend("reference", "paged", block_size, torch.float32, CPU)
+    backend = make_backend(name, "paged", block_size, torch.float32, CPU)
     backend.allocate([layer], sum(needed) + 3)
     steps = [
         [(0, 0, 20), (1, 0, 8), (2, 0, 1)],  # three fresh prefills, one of a single token

@@ -46,8 +46,8 @@ class PagedKVCache:
         self.block_size = block_size
         self.null_slot = num_blocks * block_size
         shapes = [(num_blocks + 1, block_size, heads, width) for heads, width in head_shapes]
-        self.keys = [_zeros(shape, dtype, device) for shape in shapes]
-        self.values = [_zeros(shape, dtype, device) for shape in shapes]
+        self.keys = [lazy_zeros(shape, dtype, device) for shape in shapes]
+        self.values = [lazy_zeros(shape, dtype, device) for shape in shapes]
 
     def write(self, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
         """Store new keys and values.
@@ -75,7 +75,7 @@ class PagedKVCache:
         return sum(2 * block_size * heads * width * dtype.itemsize for heads, width in head_shapes)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros that, on the CPU, takes memory only where it is written to.
 
     `torch.zeros` writes every byte, which for a pool of gigabytes takes seconds and all of the memory at once. NumPy

@@ -27,6 +27,7 @@ from mini_vllm.tokenizer.stand_in import stand_in_tokenizer
 from mini_vllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mini_vllm.tokenizer.tokenizer_files import TOKENIZER_FILES
 from mini_vllm.worker.executor import InProcessExecutor
+from mini_vllm.worker.fast_path import prepare_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def load_parts(config: EngineConfig) -> EngineParts:
         eos_token_ids=eos_token_ids,
         generation_defaults=_generation_defaults(config, files, generation_config.sampling_defaults),
     )
-    executor = InProcessExecutor(config, loaded.model, loaded.dtype, device)
+    kernels = prepare_kernels(config, loaded.model, loaded.dtype, device)
+    executor = InProcessExecutor(config, loaded.model, loaded.dtype, device, kernels)
     return EngineParts(executor, tokenizer, chat_template, facts, loaded.config.max_position_embeddings, files.name)
 
 

@@ -52,6 +52,21 @@ class Embedding(nn.Module):
         return functional.embedding(token_ids, self.weight)
 
 
+class TiedHead(nn.Module):
+    """The output layer of a model whose embedding matrix is its head as well: y = x E^T, without weights of its own."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, so that the weight is not registered twice
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 

@@ -24,12 +24,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mini_vllm.model.attention import AttentionLayerSpec, StepAttention
 from mini_vllm.model.config import ModelConfig
 from mini_vllm.model.feed_forward import build_feed_forward
-from mini_vllm.model.layers import Embedding, Linear, Scale, SoftCap
+from mini_vllm.model.layers import Embedding, Linear, Scale, SoftCap, TiedHead
 from mini_vllm.model.norms import build_head_norm, build_norm
 from mini_vllm.model.rotary import RotaryEmbedding, build_apply_rotary, build_rotary_embedding
 
@@ -133,7 +132,7 @@ class Transformer(nn.Module):
             layer_class(config, layer, dtype=dtype, device=device) for layer in range(config.num_layers)
         )
         self.norm = build_norm(config, config.hidden_size, dtype=dtype, device=device)
-        self.lm_head: Linear | None = None  # None: the embedding matrix is the head as well
+        self.lm_head: nn.Module = TiedHead(self.embed_tokens)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
         self.finish_logits = _finish_logits(config)
@@ -181,8 +180,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] in float32, computed in the model's dtype."""
-        head = functional.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
-        logits: Tensor = self.finish_logits(head.to(torch.float32))
+        logits: Tensor = self.finish_logits(self.lm_head(hidden).to(torch.float32))
         return logits
 
 

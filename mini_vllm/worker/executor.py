@@ -60,11 +60,20 @@ class InProcessExecutor:
         config: the engine's options.
         model: loaded, in evaluation mode.
         dtype, device: what the model computes in, and where.
+        kernels: whether the C++ kernels are loaded and may be used (`fast_path.prepare_kernels`).
     """
 
-    def __init__(self, config: EngineConfig, model: LanguageModel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LanguageModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: bool = False,
+    ) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        self._kernels = kernels
         self._config = config
         self._model = model
         self._dtype = dtype
@@ -93,7 +102,9 @@ class InProcessExecutor:
 
     def _make_backend(self, block_size: int) -> AttentionBackend:
         config, layers = self._config, self._model.layer_specs
-        return make_backend(config.attention_backend, config.cache, block_size, self._dtype, self._device, layers)
+        return make_backend(
+            config.attention_backend, config.cache, block_size, self._dtype, self._device, layers, self._kernels
+        )
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self._ready_runner().copy_blocks(copies)

@@ -4,6 +4,7 @@
     recompute    none         no cache at all: every step computes the whole context
     contiguous   contiguous   one slot of max_model_len a sequence; simple reads, much waste
     reference    paged        PagedAttention in plain PyTorch, read through block tables
+    cpu          paged        the same in C++
 
 In vLLM: `vllm/v1/attention/backends/registry.py`.
 """
@@ -24,12 +25,14 @@ _MODULES: dict[str, tuple[str, str, str]] = {
     "recompute": ("none", "recompute", "RecomputeBackend"),
     "contiguous": ("contiguous", "contiguous", "ContiguousBackend"),
     "reference": ("paged", "paged_reference", "PagedReferenceBackend"),
+    "cpu": ("paged", "paged_cpu", "PagedCpuBackend"),
 }
+_NEEDS_KERNELS = ("cpu",)
 # What `auto` tries for each kind of cache; the last one implements every kind of layer.
 _AUTOMATIC: dict[str, tuple[str, ...]] = {
     "none": ("recompute",),
     "contiguous": ("contiguous",),
-    "paged": ("reference",),
+    "paged": ("cpu", "reference"),
 }
 
 
@@ -40,6 +43,7 @@ def make_backend(
     dtype: torch.dtype,
     device: torch.device,
     layers: Sequence[AttentionLayerSpec] = (),
+    kernels: bool = False,
 ) -> AttentionBackend:
     """The backend `name` (`auto`: the first one for the kind of cache that implements the layers).
 
@@ -49,12 +53,14 @@ def make_backend(
         block_size: tokens in a block; for `contiguous` the slot of a sequence, in tokens.
         dtype, device: of keys and values.
         layers: of the model that will run over it.
+        kernels: whether `auto` may choose a backend that needs the C++ kernels.
 
     Raises:
         InvalidConfigError: no such backend, it does not serve this cache, or it lacks something that the layers need.
     """
     if name == "auto":
-        name = next(each for each in _AUTOMATIC[cache] if _backend_class(each).lacks(layers) is None)
+        possible = [each for each in _AUTOMATIC[cache] if kernels or each not in _NEEDS_KERNELS]
+        name = next(each for each in possible if _backend_class(each).lacks(layers) is None)
     if name not in _MODULES:
         raise InvalidConfigError(
             f"attention_backend must be auto or one of {', '.join(_MODULES)}, got {name!r}", field="attention_backend"

@@ -1,0 +1,13 @@
+"""C++ kernels for processors.
+
+    build.py    finds or builds the library, loads it, and says why it cannot be used
+    ops.py      the kernels as typed Python functions
+    csrc/       vector.h        sixteen lanes, pairs of bfloat16: what the others are written with
+                linear.h        y = x W^T with packed weights
+                attention.h     PagedAttention, prefill and decode
+                elementwise.h   norm, rotary embedding, gate
+                sampler.h       one pass over a row of logits
+                ops.cpp         operators of PyTorch, and how threads share the work
+
+In vLLM: `csrc/cpu/`.
+"""

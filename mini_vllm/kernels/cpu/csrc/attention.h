@@ -1,0 +1,329 @@
+// PagedAttention (Kwon et al. 2023, arXiv:2309.06180): prefill, chunked prefill and decode in one kernel.
+//
+// How a block is laid out. Both products of attention, scores = Q K^T and output = P V, are chains of `dot` steps
+// (vector.h), so keys and values lie as the second operand of a step wants them. For one block and one head:
+//
+//   keys     [block_size / 16][head_dim / W][16 keys][W]     a step is W dimensions of 16 keys
+//   values   [block_size / W][head_dim][W]                   a step is W keys of 16 dimensions          (W: Step::WIDTH)
+//
+// Blocks shorter than 16 tokens keep the same order with fewer keys side by side, and are copied together when read.
+//
+// What one thread does at a time: 16 or so queries of one sequence, and all query heads that share a key head. A "row"
+// is one query of one head. Keys come in tiles of 64, at absolute positions 0, 64, 128, ...:
+//
+//            tile 0      tile 1      tile 2
+//   row 0   |###########|####       |           |      # seen    (causal: up to the query's own position; a window
+//   row 1   |###########|#####      |           |                 also hides the oldest)
+//   ...
+//   row 47  |###########|###########|##         |
+//
+// Each row carries a running maximum, sum and output through the tiles (online softmax, Milakov and Gimelshein 2018,
+// arXiv:1805.02867; tiled as in FlashAttention, Dao et al. 2022, arXiv:2205.14135).
+//
+// Exactness: what a row computes depends on its query, its position and the keys it sees. Which rows stand beside it,
+// how the sequence was cut into chunks, and the size of a block do not enter: tiles lie at absolute positions, every sum
+// is taken in order, and a key that is not seen adds exactly nothing.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vector.h"
+
+namespace mini_vllm {
+
+constexpr int TILE = 4 * LANES;       // keys in a tile
+constexpr int BLOCK_ROWS = 6;         // rows whose 4 sums each fit in the registers
+constexpr int TASK_ROWS = 48;         // rows that share one pass over the keys
+
+// The place of an element within the keys (or values) of one head in one block.
+template <class Element>
+struct BlockLayout {
+  static constexpr int WIDTH = Step<Element>::WIDTH;
+  int64_t block_size, width;  // width: head_dim, padded with zeros to a multiple of 16
+
+  int64_t key(int64_t offset, int64_t dimension) const {
+    const int64_t side = std::min<int64_t>(LANES, block_size);
+    return ((offset / side * (width / WIDTH) + dimension / WIDTH) * side + offset % side) * WIDTH + dimension % WIDTH;
+  }
+  int64_t value(int64_t offset, int64_t dimension) const {
+    const int64_t side = std::min<int64_t>(WIDTH, block_size);
+    return (offset / side * width + dimension) * side + offset % side;
+  }
+  int64_t size() const { return block_size * width; }
+};
+
+template <class Element>
+struct AttentionArguments {
+  const Element *query, *key, *value;  // [tokens, heads, head_dim]; a head's elements lie side by side
+  int64_t query_stride, key_stride, value_stride;  // elements from one token to the next
+  Element *key_cache, *value_cache;    // [blocks, kv_heads, BlockLayout::size()]
+  const int32_t *block_tables, *query_starts, *context_lens;
+  const int64_t* slot_mapping;
+  Element* output;                     // [tokens, heads, head_dim]
+  int64_t table_width, num_heads, num_kv_heads, head_dim;
+  BlockLayout<Element> layout;
+  float scale, softcap;                // softcap 0: none
+  int64_t window;                      // keys that a query sees, itself included; 0: all
+
+  int64_t group() const { return num_heads / num_kv_heads; }  // query heads that share a key head
+  Element* head_of(Element* cache, int64_t block, int64_t head) const {
+    return cache + (block * num_kv_heads + head) * layout.size();
+  }
+};
+
+// Stores the key and value of one token, all heads.
+template <class Element>
+void write_token(const AttentionArguments<Element>& a, int64_t token) {
+  const int64_t block = a.slot_mapping[token] / a.layout.block_size, offset = a.slot_mapping[token] % a.layout.block_size;
+  for (int64_t head = 0; head < a.num_kv_heads; head++) {
+    const Element* key = a.key + token * a.key_stride + head * a.head_dim;
+    const Element* value = a.value + token * a.value_stride + head * a.head_dim;
+    Element *keys = a.head_of(a.key_cache, block, head), *values = a.head_of(a.value_cache, block, head);
+    for (int64_t d = 0; d < a.head_dim; d++) {
+      keys[a.layout.key(offset, d)] = key[d];
+      values[a.layout.value(offset, d)] = value[d];
+    }
+  }
+}
+
+// Rows of one task: queries [first_token, first_token + tokens) of a sequence, times the heads of one group.
+struct AttentionTask {
+  int64_t sequence, kv_head, first_token, tokens;
+};
+
+// Cuts a step into tasks. Long ones first, so that no thread is left with one at the end.
+template <class Element>
+std::vector<AttentionTask> attention_tasks(const AttentionArguments<Element>& a, int64_t sequences) {
+  const int64_t task_tokens = std::max<int64_t>(1, TASK_ROWS / a.group());
+  std::vector<AttentionTask> tasks;
+  for (int64_t sequence = 0; sequence < sequences; sequence++)
+    for (int64_t end = a.query_starts[sequence + 1]; end > a.query_starts[sequence];) {
+      const int64_t begin = std::max<int64_t>(a.query_starts[sequence], end - task_tokens);
+      for (int64_t head = 0; head < a.num_kv_heads; head++) tasks.push_back({sequence, head, begin, end - begin});
+      end = begin;
+    }
+  return tasks;
+}
+
+// What a thread needs to work on a task; kept between tasks, since its size depends on the layer only.
+template <class Element>
+struct AttentionScratch {
+  std::vector<Element> queries;        // interleaved by blocks of rows: [width / W][rows][W]
+  std::vector<Element> probabilities;  // of one block of rows: [TILE / W][rows][W]
+  std::vector<Element> keys, values;   // a tile copied together, for short blocks only
+  std::vector<float> outputs;          // [rows][width]
+  std::vector<float> maxima, factors;  // [rows]
+  std::vector<Floats> sums;            // [rows], sixteen partial sums each
+  std::vector<int64_t> positions;      // [rows]
+};
+
+// Where the keys and values of one tile lie.
+template <class Element>
+struct Tile {
+  int64_t start, count;                   // first position, and how many keys of it exist for the last row
+  const Element* keys[TILE / LANES];      // 16 keys each
+  const Element* values[TILE / LANES];
+};
+
+template <class Element>
+Tile<Element> find_tile(const AttentionArguments<Element>& a, const AttentionTask& task, int64_t start, int64_t end,
+                        AttentionScratch<Element>& scratch) {
+  Tile<Element> tile{start, std::min<int64_t>(TILE, end - start), {}, {}};
+  const BlockLayout<Element> together{LANES, a.layout.width};
+  const int32_t* table = a.block_tables + task.sequence * a.table_width;
+  for (int64_t part = 0; part < TILE / LANES; part++) {
+    const int64_t first = start + part * LANES;
+    if (first >= end) {  // never looked at, but it must be readable
+      tile.keys[part] = tile.keys[0];
+      tile.values[part] = tile.values[0];
+    } else if (a.layout.block_size >= LANES) {
+      const int64_t block = table[first / a.layout.block_size], offset = first % a.layout.block_size;
+      tile.keys[part] = a.head_of(a.key_cache, block, task.kv_head) + offset * a.layout.width;
+      tile.values[part] = a.head_of(a.value_cache, block, task.kv_head) + offset * a.layout.width;
+    } else {
+      Element *keys = scratch.keys.data() + part * together.size(), *values = scratch.values.data() + part * together.size();
+      for (int64_t i = 0; i < std::min<int64_t>(LANES, end - first); i++) {
+        const int64_t block = table[(first + i) / a.layout.block_size], offset = (first + i) % a.layout.block_size;
+        const Element *k = a.head_of(a.key_cache, block, task.kv_head), *v = a.head_of(a.value_cache, block, task.kv_head);
+        for (int64_t d = 0; d < a.layout.width; d++) {
+          keys[together.key(i, d)] = k[a.layout.key(offset, d)];
+          values[together.value(i, d)] = v[a.layout.value(offset, d)];
+        }
+      }
+      tile.keys[part] = keys;
+      tile.values[part] = values;
+    }
+  }
+  return tile;
+}
+
+// scores[r][j] = query r . key j, not scaled yet.
+template <int ROWS, class Element>
+void multiply_keys(const Element* queries, const Tile<Element>& tile, int64_t width, float (*scores)[TILE]) {
+  using S = Step<Element>;
+  Floats sums[ROWS][4] = {};
+  const Element *k0 = tile.keys[0], *k1 = tile.keys[1], *k2 = tile.keys[2], *k3 = tile.keys[3];
+  for (int64_t d = 0; d < width; d += S::WIDTH) {
+    const typename S::Packed keys[4] = {S::load_packed(k0), S::load_packed(k1), S::load_packed(k2), S::load_packed(k3)};
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++) {
+      const auto spread = S::spread(queries + r * S::WIDTH);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) sums[r][j] = S::dot(spread, keys[j], sums[r][j]);
+    }
+    queries += ROWS * S::WIDTH;
+    k0 += LANES * S::WIDTH, k1 += LANES * S::WIDTH, k2 += LANES * S::WIDTH, k3 += LANES * S::WIDTH;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) store(scores[r] + j * LANES, sums[r][j]);
+}
+
+// outputs[r] = outputs[r] * factors[r] + probabilities[r] V, for 16 * VECTORS dimensions.
+template <int ROWS, int VECTORS, class Element>
+void multiply_values(const Element* probabilities, const Tile<Element>& tile, int64_t dimension, int64_t width,
+                     const float* factors, float* outputs) {
+  using S = Step<Element>;
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) sums[r][j] = load(outputs + r * width + dimension + j * LANES) * factors[r];
+  for (int64_t key = 0; key < tile.count; key += S::WIDTH) {
+    const Element* from = tile.values[key / LANES] + key % LANES * width + dimension * S::WIDTH;
+    typename S::Packed values[VECTORS];
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) values[j] = S::load_packed(from + j * LANES * S::WIDTH);
+    if (S::WIDTH == 2 && key + 1 == tile.count)  // the second key of the pair does not exist: 0 * NaN would be NaN
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; j++) values[j] = S::first_only(values[j]);
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++) {
+      const auto spread = S::spread(probabilities + r * S::WIDTH);
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; j++) sums[r][j] = S::dot(spread, values[j], sums[r][j]);
+    }
+    probabilities += ROWS * S::WIDTH;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) store(outputs + r * width + dimension + j * LANES, sums[r][j]);
+}
+
+// One row's scores of a tile become probabilities, and its running maximum and sum move on.
+template <class Element>
+void softmax_row(const AttentionArguments<Element>& a, const float* scores, int64_t start, int64_t row, int rows, int r,
+                 AttentionScratch<Element>& scratch) {
+  const int64_t position = scratch.positions[row];
+  const int32_t last = int32_t(std::min<int64_t>(position - start, TILE));  // in the tile, the last key that is seen
+  const int64_t oldest = a.window > 0 ? position - a.window + 1 - start : 0;
+  const int32_t first = int32_t(std::max<int64_t>(std::min<int64_t>(oldest, TILE), 0));
+  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Floats lanes[TILE / LANES], best = broadcast(-INFINITE);
+  for (int j = 0; j < TILE / LANES; j++) {
+    Floats score = load(scores + j * LANES) * a.scale;
+    if (a.softcap > 0) score = tanh(score / a.softcap) * a.softcap;
+    const Ints key = lane + j * LANES;
+    lanes[j] = (key <= last) & (key >= first) ? score : broadcast(-INFINITE);
+    best = max(best, lanes[j]);
+  }
+  const float maximum = std::max(scratch.maxima[row], horizontal_max(best));
+  const float base = maximum == -INFINITE ? 0.0f : maximum;  // nothing seen yet: exp(-inf - 0) is 0
+  const float factor = exp(broadcast(scratch.maxima[row] - base))[0];
+  Floats sum = scratch.sums[row] * factor;
+  for (int j = 0; j < TILE / LANES; j++) {
+    const Floats probability = exp(lanes[j] - base);
+    sum += probability;
+    Element rounded[LANES];
+    store(rounded, probability);
+    constexpr int WIDTH = Step<Element>::WIDTH;
+    for (int i = 0; i < LANES; i += WIDTH)
+      std::memcpy(scratch.probabilities.data() + ((j * LANES + i) * rows + r * WIDTH), rounded + i, sizeof(Element) * WIDTH);
+  }
+  scratch.maxima[row] = maximum;
+  scratch.factors[row] = factor;
+  scratch.sums[row] = sum;
+}
+
+// ROWS rows against one tile.
+template <int ROWS, class Element>
+void attend_block(const AttentionArguments<Element>& a, const Tile<Element>& tile, int64_t row, AttentionScratch<Element>& scratch) {
+  const int64_t width = a.layout.width;
+  float scores[ROWS][TILE];
+  multiply_keys<ROWS>(scratch.queries.data() + row * width, tile, width, scores);
+  for (int r = 0; r < ROWS; r++) softmax_row(a, scores[r], tile.start, row + r, ROWS, r, scratch);
+  float* outputs = scratch.outputs.data() + row * width;
+  const float* factors = scratch.factors.data() + row;
+  const Element* probabilities = scratch.probabilities.data();
+  int64_t dimension = 0;
+  for (; dimension + 4 * LANES <= width; dimension += 4 * LANES)
+    multiply_values<ROWS, 4>(probabilities, tile, dimension, width, factors, outputs);
+  for (; dimension < width; dimension += LANES)
+    multiply_values<ROWS, 1>(probabilities, tile, dimension, width, factors, outputs);
+}
+
+template <class Element>
+void attend_block(int rows, const AttentionArguments<Element>& a, const Tile<Element>& tile, int64_t row,
+                  AttentionScratch<Element>& scratch) {
+  switch (rows) {
+    case 1: return attend_block<1>(a, tile, row, scratch);
+    case 2: return attend_block<2>(a, tile, row, scratch);
+    case 3: return attend_block<3>(a, tile, row, scratch);
+    case 4: return attend_block<4>(a, tile, row, scratch);
+    case 5: return attend_block<5>(a, tile, row, scratch);
+    case 6: return attend_block<6>(a, tile, row, scratch);
+  }
+}
+
+// One task, from queries to outputs.
+template <class Element>
+void attend(const AttentionArguments<Element>& a, const AttentionTask& task, AttentionScratch<Element>& scratch) {
+  constexpr int WIDTH = Step<Element>::WIDTH;
+  const int64_t width = a.layout.width, group = a.group(), rows = task.tokens * group;
+  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const auto block_start = [&](int64_t block) { return rows * block / blocks; };
+  const auto query_of = [&](int64_t row) { return task.first_token + row / group; };
+  const auto head_of = [&](int64_t row) { return task.kv_head * group + row % group; };
+  const int64_t end_token = a.query_starts[task.sequence + 1], context = a.context_lens[task.sequence];
+  const int64_t shift = context - end_token;  // from a token's place in the step to its position in the sequence
+
+  scratch.queries.assign(rows * width, Element(0));
+  scratch.outputs.assign(rows * width, 0.0f);
+  scratch.probabilities.resize(BLOCK_ROWS * TILE);
+  scratch.maxima.assign(rows, -INFINITE);
+  scratch.sums.assign(rows, Floats{});
+  scratch.factors.resize(rows);
+  scratch.positions.resize(rows);
+  if (a.layout.block_size < LANES) {
+    scratch.keys.resize(TILE * width);
+    scratch.values.resize(TILE * width);
+  }
+  for (int64_t block = 0; block < blocks; block++) {
+    const int64_t begin = block_start(block), count = block_start(block + 1) - begin;
+    for (int64_t row = begin; row < begin + count; row++) {
+      scratch.positions[row] = query_of(row) + shift;
+      const Element* query = a.query + query_of(row) * a.query_stride + head_of(row) * a.head_dim;
+      Element* to = scratch.queries.data() + begin * width + (row - begin) * WIDTH;
+      for (int64_t d = 0; d < a.head_dim; d++) to[d / WIDTH * WIDTH * count + d % WIDTH] = query[d];
+    }
+  }
+  const int64_t first = scratch.positions[0], end = scratch.positions[rows - 1] + 1;  // keys that any row sees: up to `end`
+  const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, first - a.window + 1) : 0;
+  for (int64_t start = oldest / TILE * TILE; start < end; start += TILE) {
+    const Tile<Element> tile = find_tile(a, task, start, end, scratch);
+    for (int64_t block = 0; block < blocks; block++)
+      attend_block(int(block_start(block + 1) - block_start(block)), a, tile, block_start(block), scratch);
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    Element* to = a.output + (query_of(row) * a.num_heads + head_of(row)) * a.head_dim;
+    const float factor = 1.0f / horizontal_sum(scratch.sums[row]);
+    for (int64_t d = 0; d < a.head_dim; d += LANES)
+      store_some(to + d, load(scratch.outputs.data() + row * width + d) * factor, int(std::min<int64_t>(LANES, a.head_dim - d)));
+  }
+}
+
+}  // namespace mini_vllm

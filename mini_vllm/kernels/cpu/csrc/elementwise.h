@@ -1,0 +1,50 @@
+// What happens to each token by itself between two products: norm, rotary embedding, gate. A function is one row.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "vector.h"
+
+namespace mini_vllm {
+
+// y = x / sqrt(mean(x^2) + eps) * weight. As in the reference, the quotient is rounded before the weight is multiplied.
+template <class Element>
+void rms_norm_row(const Element* x, const Element* weight, float eps, int64_t width, Element* y) {
+  Floats squares{};
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats lanes = load_some(x + i, int(std::min<int64_t>(LANES, width - i)));
+    squares = fused_multiply_add(lanes, lanes, squares);
+  }
+  const float factor = 1.0f / std::sqrt(horizontal_sum(squares) / float(width) + eps);
+  for (int64_t i = 0; i < width; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, width - i));
+    Element rounded[LANES];
+    store(rounded, load_some(x + i, count) * factor);
+    store_some(y + i, load(rounded) * load_some(weight + i, count), count);
+  }
+}
+
+// Turns the pairs (x[i], x[i + half]) of one head by their angles, in place:  (a, b) -> (a cos - b sin, b cos + a sin).
+template <class Element>
+void rotate_head(Element* x, const Element* cos, const Element* sin, int64_t half) {
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, half - i));
+    const Floats a = load_some(x + i, count), b = load_some(x + half + i, count);
+    const Floats c = load_some(cos + i, count), s = load_some(sin + i, count);
+    store_some(x + i, a * c - b * s, count);
+    store_some(x + half + i, b * c + a * s, count);
+  }
+}
+
+// [gate | up] -> silu(gate) * up, with silu(g) = g / (1 + exp(-g)).
+template <class Element>
+void silu_and_mul_row(const Element* gate_up, int64_t width, Element* y) {
+  for (int64_t i = 0; i < width; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, width - i));
+    const Floats gate = load_some(gate_up + i, count), up = load_some(gate_up + width + i, count);
+    store_some(y + i, gate / (1.0f + exp(-gate)) * up, count);
+  }
+}
+
+}  // namespace mini_vllm

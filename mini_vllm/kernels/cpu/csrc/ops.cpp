@@ -1,0 +1,237 @@
+// The kernels as PyTorch operators, `torch.ops.mini_vllm_cpu.*`: checks, memory, and which thread does what.
+//
+// The work is shared out with at::parallel_for, so that the kernels and PyTorch use one pool of threads. Registered
+// operators release Python's lock while they run.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "vector.h"
+
+namespace mini_vllm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <class Element>
+Element* data_of(const Tensor& tensor) {
+  return static_cast<Element*>(tensor.data_ptr());
+}
+
+template <class Element>
+Element* data_of(const OptionalTensor& tensor) {
+  return tensor ? data_of<Element>(*tensor) : nullptr;
+}
+
+// Calls `body` with a null pointer to the tensor's element type.
+template <class Body>
+void with_element_of(const Tensor& tensor, Body body) {
+  if (tensor.scalar_type() == at::kFloat) return body(static_cast<float*>(nullptr));
+  TORCH_CHECK(tensor.scalar_type() == at::kBFloat16, "float32 or bfloat16 is needed, got ", tensor.scalar_type());
+  body(static_cast<bfloat16*>(nullptr));
+}
+
+void check_like(const Tensor& tensor, const Tensor& first, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == first.scalar_type(), name, " must be ", first.scalar_type());
+  TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+void check_rows(const Tensor& tensor, const char* name) {
+  TORCH_CHECK(tensor.dim() >= 1 && tensor.stride(-1) == 1, name, ": elements of a row must lie side by side");
+}
+
+// Memory of one thread for what a kernel lays out anew at each call. It grows to the largest request and stays, since
+// asking the system for some hundred kilobytes at each call costs more than a small product does.
+template <class Element>
+Element* scratch_memory(int64_t count) {
+  thread_local std::vector<Element> memory;
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+// ---- linear ------------------------------------------------------------------------------------------------------
+
+Tensor pack_linear(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be [outputs, inputs] and contiguous");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  TORCH_CHECK(inputs % 2 == 0, "an even number of inputs is needed, got ", inputs);
+  Tensor packed = at::empty({num_panels(outputs), inputs, PANEL}, weight.options());
+  with_element_of(weight, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    at::parallel_for(0, num_panels(outputs), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; panel++)
+        pack_panel(data_of<Element>(weight), outputs, inputs, panel, data_of<Element>(packed));
+    });
+  });
+  return packed;
+}
+
+// Few rows: each thread takes some panels. Many: each takes some rows, so that it lays out only its own.
+template <class Element, class Output>
+void run_linear(const LinearArguments<Element, Output>& a, int64_t rows) {
+  const int64_t panels = num_panels(a.outputs), threads = at::get_num_threads();
+  const int64_t scratch_size = std::min(rows, CHUNK_ROWS) * a.inputs;
+  if (rows < threads * CHUNK_ROWS / 2) {
+    for (int64_t row = 0; row < rows; row += CHUNK_ROWS)
+      at::parallel_for(0, panels, 1, [&](int64_t first, int64_t last) {
+        linear(a, row, std::min(rows, row + CHUNK_ROWS), first, last, scratch_memory<Element>(scratch_size));
+      });
+    return;
+  }
+  const int64_t chunks = threads * ((rows + threads * CHUNK_ROWS - 1) / (threads * CHUNK_ROWS));
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; chunk++)
+      linear(a, rows * chunk / chunks, rows * (chunk + 1) / chunks, 0, panels, scratch_memory<Element>(scratch_size));
+  });
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const OptionalTensor& bias,
+                 const OptionalTensor& residual, bool float32_output) {
+  check_rows(x, "x");
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == packed.size(1), "x must be [rows, ", packed.size(1), "], got ", x.sizes());
+  check_like(packed, x, "weight");
+  if (bias) check_like(*bias, x, "bias");
+  if (residual) check_like(*residual, x, "residual");
+  TORCH_CHECK(!residual || (residual->size(0) == x.size(0) && residual->size(1) == outputs), "residual has another shape");
+  Tensor y = at::empty({x.size(0), outputs}, float32_output ? x.options().dtype(at::kFloat) : x.options());
+  with_element_of(x, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    const auto run = [&](auto* output) {
+      run_linear(LinearArguments<Element, std::remove_pointer_t<decltype(output)>>{
+                     data_of<Element>(x), data_of<Element>(packed), data_of<Element>(bias), data_of<Element>(residual),
+                     output, x.stride(0), x.size(1), outputs},
+                 x.size(0));
+    };
+    if (float32_output) run(data_of<float>(y));
+    else run(data_of<Element>(y));
+  });
+  return y;
+}
+
+// ---- element by element ------------------------------------------------------------------------------------------
+
+constexpr int64_t ROW_ELEMENTS = 8192;  // below so many elements a second thread costs more than it brings
+
+int64_t rows_a_thread(int64_t width) { return std::max<int64_t>(1, ROW_ELEMENTS / width); }
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  check_rows(x, "x");
+  check_like(weight, x, "weight");
+  const int64_t width = x.size(-1);
+  const Tensor rows = x.is_contiguous() || x.dim() == 2 ? x : x.contiguous();
+  const int64_t stride = rows.dim() == 2 ? rows.stride(0) : width;
+  Tensor y = at::empty(x.sizes(), x.options());
+  with_element_of(x, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    at::parallel_for(0, x.numel() / width, rows_a_thread(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        rms_norm_row(data_of<Element>(rows) + row * stride, data_of<Element>(weight), float(eps), width,
+                     data_of<Element>(y) + row * width);
+    });
+  });
+  return y;
+}
+
+void rotate(const Tensor& heads, const Tensor& cos, const Tensor& sin) {
+  check_rows(heads, "heads");
+  check_like(cos, heads, "cos");
+  check_like(sin, heads, "sin");
+  const int64_t half = cos.size(-1), count = heads.size(1);
+  TORCH_CHECK(heads.dim() == 3 && heads.size(2) == 2 * half, "heads must be [tokens, heads, ", 2 * half, "]");
+  with_element_of(heads, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    at::parallel_for(0, heads.size(0), rows_a_thread(2 * half * count), [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; token++)
+        for (int64_t head = 0; head < count; head++)
+          rotate_head(data_of<Element>(heads) + token * heads.stride(0) + head * heads.stride(1),
+                      data_of<Element>(cos) + token * half, data_of<Element>(sin) + token * half, half);
+    });
+  });
+}
+
+Tensor silu_and_mul(const Tensor& gate_up) {
+  TORCH_CHECK(gate_up.dim() == 2 && gate_up.is_contiguous(), "gate_up must be [rows, 2 * width] and contiguous");
+  const int64_t width = gate_up.size(1) / 2;
+  Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
+  with_element_of(gate_up, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    at::parallel_for(0, gate_up.size(0), rows_a_thread(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        silu_and_mul_row(data_of<Element>(gate_up) + row * 2 * width, width, data_of<Element>(y) + row * width);
+    });
+  });
+  return y;
+}
+
+// ---- attention ---------------------------------------------------------------------------------------------------
+
+template <class Element>
+void run_attention(const AttentionArguments<Element>& a, int64_t tokens, int64_t sequences) {
+  at::parallel_for(0, tokens, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; token++) write_token(a, token);
+  });
+  // Tasks differ in length, so threads take the next one when they are free. Who computes a task changes no bit of it.
+  const std::vector<AttentionTask> tasks = attention_tasks(a, sequences);
+  std::atomic<size_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks.size()), 1, [&](int64_t, int64_t) {
+    thread_local AttentionScratch<Element> scratch;
+    for (size_t i = next++; i < tasks.size(); i = next++) attend(a, tasks[i], scratch);
+  });
+}
+
+Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                       const Tensor& value_cache, const Tensor& block_tables, const Tensor& query_starts,
+                       const Tensor& context_lens, const Tensor& slot_mapping, int64_t block_size, double scale,
+                       double softcap, int64_t window) {
+  const int64_t num_heads = query.size(1), num_kv_heads = key.size(1), head_dim = query.size(2);
+  for (const Tensor* tensor : {&query, &key, &value})
+    TORCH_CHECK(tensor->dim() == 3 && tensor->size(2) == head_dim && tensor->stride(2) == 1 && tensor->stride(1) == head_dim,
+                "query, key and value must be [tokens, heads, ", head_dim, "], a token's heads side by side");
+  check_like(key_cache, query, "key_cache");
+  check_like(value_cache, query, "value_cache");
+  TORCH_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads must divide num_heads");
+  for (const Tensor* tensor : {&block_tables, &query_starts, &context_lens})
+    TORCH_CHECK(tensor->scalar_type() == at::kInt && tensor->is_contiguous(), "tables, starts and lengths must be int32");
+  TORCH_CHECK(slot_mapping.scalar_type() == at::kLong && slot_mapping.is_contiguous(), "slot_mapping must be int64");
+  Tensor output = at::empty({query.size(0), num_heads, head_dim}, query.options());
+  with_element_of(query, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    const BlockLayout<Element> layout{block_size, (head_dim + LANES - 1) / LANES * LANES};
+    TORCH_CHECK(key_cache.size(1) == num_kv_heads && key_cache.size(2) == layout.size(), "the cache has another layout");
+    run_attention(
+        AttentionArguments<Element>{
+            data_of<Element>(query), data_of<Element>(key), data_of<Element>(value), query.stride(0), key.stride(0),
+            value.stride(0), data_of<Element>(key_cache), data_of<Element>(value_cache), data_of<int32_t>(block_tables),
+            data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), data_of<int64_t>(slot_mapping),
+            data_of<Element>(output), block_tables.size(1), num_heads, num_kv_heads, head_dim, layout, float(scale),
+            float(softcap), window},
+        query.size(0), context_lens.size(0));
+  });
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(mini_vllm_cpu, library) {
+  library.def("pack_linear(Tensor weight) -> Tensor", &pack_linear);
+  library.def(
+      "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, bool float32_output) -> Tensor",
+      &linear_op);
+  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &rms_norm);
+  library.def("rotate(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()", &rotate);
+  library.def("silu_and_mul(Tensor gate_up) -> Tensor", &silu_and_mul);
+  library.def(
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor block_tables, Tensor query_starts, Tensor context_lens, Tensor slot_mapping, int block_size, "
+      "float scale, float softcap, int window) -> Tensor",
+      &paged_attention);
+}
+
+}  // namespace mini_vllm

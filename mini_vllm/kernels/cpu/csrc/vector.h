@@ -1,0 +1,201 @@
+// Sixteen float lanes and pairs of bfloat16: the two things that every kernel here is written with.
+//
+// The lanes are GCC's and Clang's vector extension: `a * b + c` on them is one AVX-512 instruction where the processor
+// has it, two of AVX2, four of SSE or NEON. So a kernel is written once, and only what no compiler finds by itself (a
+// fused multiply-add, the bfloat16 dot product) is spelled out for the processors that have it.
+//
+// What always holds: no function here depends on how many rows or lanes around it are in use. A result that is a chain
+// of `dot` calls in a fixed order is therefore the same to the bit in every batch; every kernel rests on that.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace mini_vllm {
+
+constexpr int LANES = 16;
+
+using Floats = float __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+inline Floats broadcast(float value) { return Floats{} + value; }
+
+inline Floats load(const float* from) {
+  Floats lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline void store(float* to, Floats lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+// a * b + c with one rounding, where the processor can.
+inline Floats fused_multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  __m256 a2[2], b2[2], c2[2];
+  std::memcpy(a2, &a, sizeof a);
+  std::memcpy(b2, &b, sizeof b);
+  std::memcpy(c2, &c, sizeof c);
+  for (int half = 0; half < 2; half++) c2[half] = _mm256_fmadd_ps(a2[half], b2[half], c2[half]);
+  std::memcpy(&c, c2, sizeof c);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+inline float horizontal_max(Floats lanes) {
+  float best = lanes[0];
+  for (int i = 1; i < LANES; i++) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+}
+
+// The order of the additions is fixed (halves, quarters, ...), so the sum has the same bits everywhere.
+inline float horizontal_sum(Floats lanes) {
+  float values[LANES];
+  store(values, lanes);
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) values[i] += values[i + width];
+  return values[0];
+}
+
+// exp(x) to within 2 units in the last place. x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) is a polynomial (the
+// coefficients of the Cephes library), and 2^n is put together from its exponent bits. exp(-inf) is exactly 0.
+inline Floats exp(Floats x) {
+  const Floats lowest = broadcast(-87.3365f), highest = broadcast(88.3762f);
+  const Ints underflows = x < lowest;
+  x = x > highest ? highest : x;
+  x = x < lowest ? lowest : x;
+  const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats n = fused_multiply_add(x, broadcast(1.44269504f), shifter) - shifter;
+  Floats r = fused_multiply_add(n, broadcast(-0.693359375f), x);
+  r = fused_multiply_add(n, broadcast(2.12194440e-4f), r);
+  Floats p = broadcast(1.9875691500e-4f);
+  for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fused_multiply_add(p, r, broadcast(coefficient));
+  p = fused_multiply_add(p, r * r, r + 1.0f);
+  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  const Floats result = p * (Floats)exponent;
+  return underflows ? Floats{} : result;
+}
+
+// tanh(x) = 1 - 2 / (exp(2x) + 1); where exp overflows the quotient is 0.
+inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+// ---- bfloat16: the upper half of a float -------------------------------------------------------------------------
+
+using bfloat16 = uint16_t;
+
+inline float widen(bfloat16 value) {
+  const uint32_t bits = uint32_t(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+inline Words rounded_bits(Floats lanes) {
+  const Words bits = (Words)lanes;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return lanes != lanes ? (Words{} + 0x7fc0) : rounded;
+}
+
+using Halves = uint16_t __attribute__((vector_size(32)));
+
+inline Halves narrow(Floats lanes) {
+#if defined(__AVX512BF16__)
+  // Flushes denormals to zero, which the generic way does not; so it is used by all kernels or by none of them.
+  return (Halves)_mm512_cvtneps_pbh((__m512)lanes);
+#else
+  return __builtin_convertvector(rounded_bits(lanes), Halves);
+#endif
+}
+
+inline Floats load(const bfloat16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(bfloat16* to, Floats lanes) {
+  const Halves halves = narrow(lanes);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+// The first `count` lanes only; the rest read as 0 and is not written.
+template <class Element>
+inline Floats load_some(const Element* from, int count) {
+  if (count == LANES) return load(from);
+  Element padded[LANES] = {};
+  std::memcpy(padded, from, sizeof(Element) * count);
+  return load(padded);
+}
+
+template <class Element>
+inline void store_some(Element* to, Floats lanes, int count) {
+  if (count == LANES) return store(to, lanes);
+  Element padded[LANES];
+  store(padded, lanes);
+  std::memcpy(to, padded, sizeof(Element) * count);
+}
+
+// ---- the inner product step --------------------------------------------------------------------------------------
+//
+// A matrix that is multiplied by is kept so that one step of the inner dimension lies side by side for 16 outputs. For
+// float a step is one element; for bfloat16 it is a pair, because that is what the processor's dot product takes:
+//
+//   float      lane j holds w[k][j]
+//   bfloat16   lane j holds w[2k][j] in its lower and w[2k + 1][j] in its upper half
+
+template <class Element>
+struct Step;
+
+template <>
+struct Step<float> {
+  static constexpr int WIDTH = 1;  // elements of the inner dimension in one step
+  using Packed = Floats;
+  static Packed load_packed(const float* from) { return load(from); }
+  static Packed spread(const float* from) { return broadcast(*from); }
+  static Packed first_only(Packed lanes) { return lanes; }
+  static Floats dot(Packed a, Packed b, Floats sum) { return fused_multiply_add(a, b, sum); }
+};
+
+template <>
+struct Step<bfloat16> {
+  static constexpr int WIDTH = 2;
+  using Packed = Words;
+  static Packed load_packed(const bfloat16* from) {
+    Packed lanes;
+    std::memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+  }
+  // One pair to all lanes.
+  static Packed spread(const bfloat16* from) {
+    uint32_t pair;
+    std::memcpy(&pair, from, sizeof pair);
+    return Packed{} + pair;
+  }
+  // The first of each pair, and zero beside it.
+  static Packed first_only(Packed lanes) { return lanes & 0xffffu; }
+  static Floats dot(Packed a, Packed b, Floats sum) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum = fused_multiply_add((Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u), sum);
+    return fused_multiply_add((Floats)(a << 16), (Floats)(b << 16), sum);
+#endif
+  }
+};
+
+}  // namespace mini_vllm

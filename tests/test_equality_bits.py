@@ -1,0 +1,109 @@
+"""On the fast path, what a request gets does not depend on what else runs: to the bit, also in bfloat16.
+
+The same requests, one at a time and in every other mode of the engine; tokens and logprobs are compared with `==`. It is
+the equality matrix (`test_equality_matrix.py`) without a tolerance.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from engine_doubles import assert_quiet, make_engine, run_to_end, tiny_transformer
+from test_equality_matrix import PROMPTS
+
+from mini_vllm.engine.llm_engine import LLMEngine
+from mini_vllm.kernels.cpu.build import load_kernels
+from mini_vllm.model.cpu_layers import use_cpu_kernels
+from mini_vllm.model.transformer import Transformer
+from mini_vllm.store.model_store import home
+
+DTYPES = [torch.float32, torch.bfloat16]
+MAX_TOKENS = 14
+# Greedy and drawn in turn, so that both ways through the sampler are taken in one batch.
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 1.2, "seed": 8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1},
+]
+
+Answer = tuple[list[int], list[float]]
+
+
+@cache
+def fast_model(dtype: torch.dtype) -> Transformer:
+    load_kernels(home())
+    model = tiny_transformer(seed=3).to(dtype)
+    use_cpu_kernels(model)
+    return model
+
+
+def fast_engine(dtype: torch.dtype, **options: Any) -> LLMEngine:
+    return make_engine(fast_model(dtype), parts={"dtype": dtype, "kernels": True}, **options)
+
+
+def add_all(engine: LLMEngine) -> list[str]:
+    return [
+        engine.add_request(prompt, max_tokens=MAX_TOKENS, logprobs=2, ignore_eos=True, **PARAMS[i % len(PARAMS)])
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def answers(engine: LLMEngine) -> list[Answer]:
+    ids = add_all(engine)
+    outputs = run_to_end(engine)
+    assert_quiet(engine)
+    choices = [outputs[request_id][-1].outputs[0] for request_id in ids]
+    assert all(choice.error is None for choice in choices) if hasattr(choices[0], "error") else True
+    return [(choice.token_ids, [entry.logprob for entry in choice.logprobs]) for choice in choices]
+
+
+@cache
+def alone(dtype: torch.dtype) -> list[Answer]:
+    return answers(fast_engine(dtype, scheduling="sequential"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 2},
+        {"max_num_seqs": 64},
+        {"scheduling": "static"},
+        *({"block_size": size} for size in (1, 2, 8, 32, 64)),
+        *({"max_num_batched_tokens": budget} for budget in (1, 3, 16, 40)),
+        {"block_size": 4, "num_kv_blocks": 24},
+        {"block_size": 4, "max_num_batched_tokens": 7, "enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_every_mode_gives_the_bits_of_one_request_at_a_time(options: dict[str, Any], dtype: torch.dtype) -> None:
+    assert answers(fast_engine(dtype, **options)) == alone(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pool_that_preempts_gives_the_same_bits(dtype: torch.dtype) -> None:
+    engine = fast_engine(dtype, block_size=4, num_kv_blocks=24)
+    assert answers(engine) == alone(dtype)
+    assert engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_warm_prefix_cache_gives_the_same_bits(dtype: torch.dtype) -> None:
+    engine = fast_engine(dtype, block_size=4)
+    assert answers(engine) == alone(dtype)
+    assert answers(engine) == alone(dtype)
+    assert engine.stats.prefix_cache.hit_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_known_tokens_in_a_prefill_have_the_logprobs_that_they_had_as_decodes(dtype: torch.dtype) -> None:
+    engine = fast_engine(dtype)
+    known = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, alone(dtype), strict=True)]
+    ids = [engine.add_request(tokens, max_tokens=1, temperature=0, prompt_logprobs=0) for tokens in known]
+    outputs = run_to_end(engine)
+    for request_id, (_, logprobs) in zip(ids, alone(dtype), strict=True):
+        entries = outputs[request_id][-1].prompt_logprobs
+        assert [entry.logprob for entry in entries[-MAX_TOKENS:]] == logprobs
