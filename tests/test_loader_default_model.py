@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
+from mini_vllm.model.layers import TiedHead
 from mini_vllm.model.loader import load_model
 from mini_vllm.store.gguf_file import read_gguf
 from mini_vllm.store.model_store import ModelFiles
@@ -18,7 +19,7 @@ def test_it_loads_with_its_tied_head(smollm2_files: ModelFiles) -> None:
     loaded = load_model(smollm2_files, dtype="bfloat16")
     assert loaded.dtype is torch.bfloat16
     assert loaded.config.tie_word_embeddings
-    assert loaded.model.lm_head is None
+    assert isinstance(loaded.model.lm_head, TiedHead)
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert sum(parameter.numel() for parameter in loaded.model.parameters()) == 134_515_008

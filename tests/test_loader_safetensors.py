@@ -17,6 +17,7 @@ from tiny_models import TinyModel, build_tiny_model, load_tiny_model, our_logits
 from torch import Tensor
 
 from mini_vllm.errors import InvalidConfigError, ModelLoadError, UnsupportedModelError
+from mini_vllm.model.layers import TiedHead
 from mini_vllm.model.loader import LoadedModel, load_model
 from mini_vllm.store.model_store import ModelFiles
 
@@ -192,7 +193,7 @@ def test_a_file_of_something_else_is_named(directory: Path, content: bytes) -> N
 
 def test_a_tied_head_is_the_embedding(tied: TinyModel) -> None:
     loaded = _load(tied.directory)
-    assert loaded.model.lm_head is None
+    assert isinstance(loaded.model.lm_head, TiedHead)
     torch.testing.assert_close(our_logits(loaded.model, [1, 2, 3]), tied.logits([1, 2, 3]), atol=1e-4, rtol=0)
 
 
@@ -202,7 +203,7 @@ def test_a_tied_head_that_is_stored_all_the_same_is_not_loaded_twice(
     directory = Path(shutil.copytree(tied.directory, tmp_path / "both"))
     _change(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     loaded = _load(directory)
-    assert loaded.model.lm_head is None
+    assert isinstance(loaded.model.lm_head, TiedHead)
     assert loaded.config.tie_word_embeddings
 
 
@@ -214,7 +215,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_configurati
     _change(directory, lambda tensors: tensors.update({"lm_head.weight": head}))
     with caplog.at_level(logging.WARNING):
         loaded = _load(directory)
-    assert loaded.model.lm_head is not None
+    assert not isinstance(loaded.model.lm_head, TiedHead)
     assert torch.equal(loaded.model.lm_head.weight, head)
     assert not loaded.config.tie_word_embeddings
     assert ["differs from" in record.message for record in caplog.records] == [True]
