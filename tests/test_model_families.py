@@ -374,3 +374,29 @@ def test_the_engine_settles_longrope_by_its_own_max_model_len(name: str, tiny: T
     periods = [factor * 100.0 ** (2 * pair / 8) for pair, factor in enumerate(chosen)]
     torch.testing.assert_close(loaded.model.rotaries[0].inv_freq, 1 / torch.tensor(periods))
     assert "longrope has two sets" in loaded.config.notes[0]
+
+
+# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+
+
+# These round at other places in transformers; how far two equally rough results may lie apart is the other bound.
+ROUNDED_ELSEWHERE = {
+    "OLMo 2": "transformers turns queries and keys in float32",
+    "OLMo 2 with biases": "transformers turns queries and keys in float32",
+    "GPT-2": "transformers rounds after each step of the formula of GELU",
+    "GPT-2 with a head of its own": "transformers rounds after each step of the formula of GELU",
+    "GPT-NeoX": "transformers adds the two halves of a layer before it adds what the layer was given",
+    "Mixtral": "transformers keeps the weights of experts in float32",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_rounds_where_transformers_rounds(tmp_path: Path, name: str) -> None:
+    # A rounding more or less anywhere (norms, activations, multipliers ...) is an error as large as that of bfloat16
+    # itself, which is what the bound measures.
+    tiny = build_tiny_model(tmp_path, FAMILIES[name].architecture, dtype=torch.bfloat16, **FAMILIES[name].changes)
+    tokens = some_tokens(40)
+    ours, theirs = our_logits(load_tiny_model(tiny, torch.bfloat16), tokens), tiny.logits(tokens)
+    exact = our_logits(load_tiny_model(tiny, torch.float32), tokens)
+    bound = 1.5 if name in ROUNDED_ELSEWHERE else 0.2
+    assert (ours - theirs).abs().mean() < bound * (theirs - exact).abs().mean()

@@ -78,6 +78,8 @@ def build_tiny_model(
     reference.to(dtype).save_pretrained(directory)
     # Read back, because .to(bfloat16) has rounded the rotary frequencies too, which no real checkpoint goes through.
     reference = type(reference).from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    if hasattr(reference, "set_experts_implementation"):
+        reference.set_experts_implementation("eager")  # the definition; the grouped one wants widths of 8
     return TinyModel(directory, reference)
 
 
