@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mini_vllm.errors import InvalidRequestError
-from mini_vllm.structured_outputs import StructuredOutputsParams
+from mini_vllm.structured_outputs import Form, StructuredOutputsParams, ToolCallForm
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -108,7 +108,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    structured_outputs: Form | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in _NEVER_NONE:
@@ -236,7 +236,7 @@ class SamplingParams:
         form = self.structured_outputs
         if isinstance(form, Mapping):
             self._set("structured_outputs", StructuredOutputsParams.from_fields(form))
-        elif form is not None and not isinstance(form, StructuredOutputsParams):
+        elif form is not None and not isinstance(form, (StructuredOutputsParams, ToolCallForm)):
             raise _refuse("structured_outputs", form, "an object with one of json, regex, choice, grammar, json_object")
 
     def _set(self, name: str, value: Any) -> None:

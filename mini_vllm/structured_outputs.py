@@ -11,11 +11,10 @@ In vLLM: `StructuredOutputsParams` in `vllm/sampling_params.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.json_text import parse_json
@@ -24,6 +23,11 @@ MAX_FORM_LENGTH = 64 * 1024  # characters of a schema, regex or grammar, or of a
 MAX_FORM_DEPTH = 64  # brackets inside brackets
 MAX_CHOICES = 1024
 PARAM = "structured_outputs"
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class _BadForm(ValueError):
+    """What is wrong with a form."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class StructuredOutputsParams:
         grammar: the answer is a sentence of this grammar: EBNF with `::=` and a rule `root` (GBNF, as llama.cpp has
             it), or Lark with a rule `start`.
         json_object: true for any JSON object.
+        origin: the request's field that the form came from, for errors.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -44,18 +49,24 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    origin: str = field(default=PARAM, compare=False)
 
     def __post_init__(self) -> None:
-        names = [field.name for field in dataclasses.fields(self)]
-        given = [name for name in names if getattr(self, name) is not None]
+        try:
+            self._check()
+        except _BadForm as error:
+            raise refuse(str(error), self.origin) from error
+
+    def _check(self) -> None:
+        given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise refuse(f"needs exactly one of {', '.join(names)}; got {' and '.join(given) or 'none'}")
+            raise _BadForm(f"needs exactly one of {', '.join(FORMS)}; got {' and '.join(given) or 'none'}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))  # only while the object is made
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.json_object is not None and self.json_object is not True:
-            raise refuse(f"json_object must be true, or left out; got {self.json_object!r}")
+            raise _BadForm(f"json_object must be true, or left out; got {self.json_object!r}")
         for name, text in (("regex", self.regex), ("grammar", self.grammar)):
             if text is not None:
                 _check_text(name, text)
@@ -64,25 +75,51 @@ class StructuredOutputsParams:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> StructuredOutputsParams:
         """A form from names and values; an unknown name is refused."""
-        known = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
         for name in fields:
-            if name not in known:
-                raise refuse(f"has an unknown field {str(name)[:80]!r}; known ones: {', '.join(known)}")
+            if name not in FORMS:
+                raise refuse(f"has an unknown field {str(name)[:80]!r}; known ones: {', '.join(FORMS)}")
         return StructuredOutputsParams(**fields)
 
 
-def refuse(reason: str) -> InvalidRequestError:
+@dataclass(frozen=True)
+class ToolCallForm:
+    """The form of an answer that calls functions. The server makes it of a request's tools (`api/tools.py`).
+
+    Args:
+        grammar: in Lark, with a rule `start`; `@arguments_0`, ... stand for the schemas, `@answer` for the other form.
+        schemas: the JSON schema of each function's arguments; afterwards their texts.
+        answer: the form of an answer that calls nothing, if the grammar names it.
+        origin: the request's field that the form came from, for errors.
+    """
+
+    grammar: str
+    schemas: tuple[str | Mapping[str, Any], ...]
+    answer: StructuredOutputsParams | None = None
+    origin: str = field(default="tools", compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "schemas", tuple(_schema_text(schema) for schema in self.schemas))
+            _check_text("the schemas of all functions together", ".".join(map(str, self.schemas)) + ".")
+        except _BadForm as error:
+            raise refuse(str(error), self.origin) from error
+
+
+Form: TypeAlias = StructuredOutputsParams | ToolCallForm
+
+
+def refuse(reason: str, origin: str = PARAM) -> InvalidRequestError:
     """The error of a form that cannot be had."""
-    return InvalidRequestError(f"{PARAM}: {reason}", param=PARAM)
+    return InvalidRequestError(f"{origin}: {reason}", param=origin)
 
 
 def _check_text(name: str, text: Any) -> None:
     if not isinstance(text, str) or not text.strip():
-        raise refuse(f"{name} must be a text that is not empty; got {str(text)[:80]!r}")
+        raise _BadForm(f"{name} must be a text that is not empty; got {str(text)[:80]!r}")
     if len(text) > MAX_FORM_LENGTH:
-        raise refuse(f"{name} has {len(text)} characters; at most {MAX_FORM_LENGTH} are allowed")
+        raise _BadForm(f"{name} has {len(text)} characters; at most {MAX_FORM_LENGTH} are allowed")
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise refuse(f"{name} holds half a surrogate pair, which is no character")
+        raise _BadForm(f"{name} holds half a surrogate pair, which is no character")
 
 
 def _schema_text(schema: Any) -> str:
@@ -92,15 +129,15 @@ def _schema_text(schema: Any) -> str:
             _check_text("json", schema)
             schema = parse_json(schema)
         if not isinstance(schema, Mapping):
-            raise refuse(f"json must be a JSON schema, an object; got {str(schema)[:80]!r}")
+            raise _BadForm(f"json must be a JSON schema, an object; got {str(schema)[:80]!r}")
         # x-guidance would change our own settings of the compiler (white space, unknown keywords).
         text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"}, ensure_ascii=False)
     except RecursionError:
-        raise refuse(f"json is nested deeper than {MAX_FORM_DEPTH} levels") from None
-    except InvalidRequestError:
+        raise _BadForm(f"json is nested deeper than {MAX_FORM_DEPTH} levels") from None
+    except _BadForm:
         raise
     except (ValueError, TypeError) as error:  # damaged JSON, or values that JSON does not have
-        raise refuse(f"json is not a JSON schema: {str(error)[:200]}") from error
+        raise _BadForm(f"json is not a JSON schema: {str(error)[:200]}") from error
     _check_text("json", text)
     _check_depth(schema)
     return text
@@ -111,7 +148,7 @@ def _check_depth(schema: Any) -> None:
     while level:
         depth += 1
         if depth > MAX_FORM_DEPTH:
-            raise refuse(f"json is nested deeper than {MAX_FORM_DEPTH} levels")
+            raise _BadForm(f"json is nested deeper than {MAX_FORM_DEPTH} levels")
         inner = [item for item in level if isinstance(item, (Mapping, list, tuple))]
         level = [child for item in inner for child in (item.values() if isinstance(item, Mapping) else item)]
 
@@ -126,16 +163,16 @@ def _check_brackets(name: str, text: str) -> None:
         elif character in ")]}":
             depth = max(0, depth - 1)
         if depth > MAX_FORM_DEPTH:
-            raise refuse(f"{name} has brackets inside brackets deeper than {MAX_FORM_DEPTH} levels")
+            raise _BadForm(f"{name} has brackets inside brackets deeper than {MAX_FORM_DEPTH} levels")
 
 
 def _choices(choices: Any) -> tuple[str, ...]:
     if isinstance(choices, (str, bytes)) or not isinstance(choices, Sequence) or not choices:
-        raise refuse(f"choice must be a list of texts, at least one; got {str(choices)[:80]!r}")
+        raise _BadForm(f"choice must be a list of texts, at least one; got {str(choices)[:80]!r}")
     if len(choices) > MAX_CHOICES:
-        raise refuse(f"choice holds {len(choices)} texts; at most {MAX_CHOICES} are allowed")
+        raise _BadForm(f"choice holds {len(choices)} texts; at most {MAX_CHOICES} are allowed")
     for choice in choices:
         if not isinstance(choice, str) or not choice:
-            raise refuse(f"choice must hold only texts that are not empty; got {str(choice)[:80]!r}")
+            raise _BadForm(f"choice must hold only texts that are not empty; got {str(choice)[:80]!r}")
     _check_text("choice", "".join(choices) + ".")
     return tuple(choices)

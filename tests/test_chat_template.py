@@ -131,13 +131,16 @@ def text_or_refusal(render: Callable[[], str], refusal: type[Exception]) -> str:
         return "refused"
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_templates_render_or_refuse_as_in_transformers(
-    template: str, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool
+    name: str, conversation: str, tools: Any, add_generation_prompt: bool
 ) -> None:
+    if (tools and name not in ("mistral", "llama-3")) or (conversation == "tool" and name != "mistral"):
+        return  # a template that knows no tools gets them as text, as no other library does: test_tool_messages.py
+    template, messages = TEMPLATES[name], CONVERSATIONS[conversation]
     options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
     theirs = oracle(template)
     expected = text_or_refusal(
@@ -292,7 +295,7 @@ def test_text_parts_are_joined() -> None:
 @pytest.mark.parametrize("content", [{}, {"content": None}], ids=["missing", "null"])
 def test_an_assistant_may_have_nothing_but_tool_calls(content: dict[str, Any]) -> None:
     message = {"role": "assistant", **content, "tool_calls": [CALL]}
-    assert "<|im_start|>assistant\n<|im_end|>" in ours(CHATML).render([{"role": "user", "content": "a"}, message])
+    assert "<|im_start|>assistant\n<tool_call>\n" in ours(CHATML).render([{"role": "user", "content": "a"}, message])
 
 
 def test_the_callers_messages_are_not_changed() -> None:

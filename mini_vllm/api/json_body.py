@@ -31,7 +31,7 @@ def parse_json(body: bytes) -> Any:
     """
     try:
         value = json_text.parse_json(body, parse_constant=NotJson)
-        return _without_lone_surrogates(value) if _MAY_HOLD_SURROGATE.search(body) else value
+        return without_lone_surrogates(value) if _MAY_HOLD_SURROGATE.search(body) else value
     except (ValueError, RecursionError) as error:  # the latter where the surrogates are looked for
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise HTTPException(400, f"the body is not valid JSON: {reason}") from error
@@ -47,13 +47,14 @@ class NotJson:
         return self._name
 
 
-def _without_lone_surrogates(value: Any) -> Any:
+def without_lone_surrogates(value: Any) -> Any:
+    """The same JSON value with U+FFFD for every half of a surrogate pair."""
     if isinstance(value, str):
         return _LONE_SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
-        return [_without_lone_surrogates(item) for item in value]
+        return [without_lone_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {_without_lone_surrogates(key): _without_lone_surrogates(item) for key, item in value.items()}
+        return {without_lone_surrogates(key): without_lone_surrogates(item) for key, item in value.items()}
     return value
 
 

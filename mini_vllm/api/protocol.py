@@ -25,6 +25,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 
 from mini_vllm.api.errors import shown
 from mini_vllm.api.response_format import form_of
+from mini_vllm.api.tools import ToolPlan, plan_tools
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -43,9 +44,6 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": ([],),
     "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -244,6 +242,13 @@ class ChatOptions(Body):
     add_generation_prompt: bool | None = Field(None, description="End the prompt with what begins an answer.")
     continue_final_message: bool | None = Field(None, description="Go on with the last message.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+    tools: list[Any] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may have several calls.")
+
+    def tool_plan(self) -> ToolPlan:
+        """Raises InvalidRequestError, with the field in `param`."""
+        return plan_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def template_options(self) -> dict[str, Any]:
         """Arguments of `ChatTemplate.render`."""
@@ -253,6 +258,7 @@ class ChatOptions(Body):
             "add_generation_prompt": starts,
             "continue_final_message": goes_on,
             "template_kwargs": self.chat_template_kwargs,
+            "tools": self.tool_plan().shown,
         }
 
 

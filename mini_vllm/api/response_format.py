@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mini_vllm.api.errors import shown
-from mini_vllm.errors import InvalidRequestError
-from mini_vllm.structured_outputs import StructuredOutputsParams
+from mini_vllm.structured_outputs import StructuredOutputsParams, refuse
 
 PARAM = "response_format"
 
@@ -31,18 +30,13 @@ def form_of(response_format: Mapping[str, Any]) -> StructuredOutputsParams | Non
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json_object=True, origin=PARAM)
     if kind != "json_schema":
-        raise _refuse(f"type must be text, json_object or json_schema; got {shown(kind)}")
+        raise refuse(f"type must be text, json_object or json_schema; got {shown(kind)}", PARAM)
     wrapper = response_format.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise _refuse(f"json_schema must be an object with a JSON schema, an object, as `schema`; got {shown(wrapper)}")
-    try:
-        return StructuredOutputsParams(json=schema)
-    except InvalidRequestError as error:
-        raise _refuse(str(error)) from error
-
-
-def _refuse(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{PARAM}: {reason}", param=PARAM)
+        raise refuse(
+            f"json_schema must be an object with a JSON schema, an object, as `schema`; got {shown(wrapper)}", PARAM
+        )
+    return StructuredOutputsParams(json=schema, origin=PARAM)

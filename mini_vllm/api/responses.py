@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 FinishName = Literal["stop", "length", "abort", "error"]
+ChatFinishName = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
 class Answer(BaseModel):
@@ -103,17 +104,30 @@ class ChatLogprobs(Answer):
     content: list[TokenLogprob]
 
 
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishName
+    finish_reason: ChatFinishName
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 
@@ -131,16 +145,24 @@ class ChatCompletion(Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class ToolCallDelta(ToolCall):
+    """A whole call: it is sent when it is complete."""
+
+    index: int
+
+
 class ChatDelta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishName | None
+    finish_reason: ChatFinishName | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

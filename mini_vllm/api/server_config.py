@@ -11,13 +11,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from mini_vllm.errors import InvalidConfigError
 
 LogFormat = Literal["text", "json"]
+ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"]
+ReasoningParserName = Literal["auto", "deepseek_r1", "qwen3", "none"]
+
+_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "log_format": get_args(LogFormat),
+        "tool_call_parser": get_args(ToolParserName),
+        "reasoning_parser": get_args(ReasoningParserName),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,10 @@ class ServerConfig:
         shutdown_timeout: seconds that running requests get to finish after SIGTERM or Ctrl-C.
         step_timeout: seconds after which one step of the engine counts as stuck, and the server gives up.
         heartbeat: seconds without a token after which a stream gets a comment, so that proxies keep it open.
+        tool_call_parser: form in which the model writes function calls; `auto` reads it from the chat template, `none`
+            refuses tools.
+        reasoning_parser: tags in which the model thinks, shown as reasoning_content; `auto` reads them from the chat
+            template, `none` leaves them in the content.
         log_format: `text` for people, `json` for programs; a line a request.
         log_prompts: write prompts into the log, which otherwise has no text of any request.
     """
@@ -49,6 +64,8 @@ class ServerConfig:
     shutdown_timeout: float = 30.0
     step_timeout: float = 300.0
     heartbeat: float = 10.0
+    tool_call_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     log_format: LogFormat = "text"
     log_prompts: bool = False
 
@@ -62,8 +79,10 @@ class ServerConfig:
             if name != "request_timeout" or self.request_timeout is not None:
                 self._check_seconds(name, may_be_zero=False)
         self._check_seconds("shutdown_timeout", may_be_zero=True)
-        if self.log_format not in get_args(LogFormat):
-            raise InvalidConfigError(f"log_format must be text or json, got {self.log_format!r}", field="log_format")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise InvalidConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", field=name)
         if not isinstance(self.log_prompts, bool):
             raise InvalidConfigError(
                 f"log_prompts must be true or false, got {self.log_prompts!r}", field="log_prompts"

@@ -33,7 +33,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
-from mini_vllm.structured_outputs import StructuredOutputsParams, refuse
+from mini_vllm.structured_outputs import Form, StructuredOutputsParams, ToolCallForm, refuse
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ class GrammarCompiler:
             self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._trie: LLTokenizer | None = None
         self._trie_lock = threading.Lock()
-        self._cache: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[Form, CompiledGrammar] = OrderedDict()
         self._cache_lock = threading.Lock()
 
-    def compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
+    def compile(self, form: Form) -> CompiledGrammar:
         """The grammar of a form.
 
         Raises:
@@ -138,7 +138,9 @@ class GrammarCompiler:
                 self._cache.move_to_end(form)
                 return self._cache[form]
         if not self._eos_token_ids:
-            raise refuse("this model has no end-of-sequence token, so no answer could end where its form does")
+            raise refuse(
+                "this model has no end-of-sequence token, so no answer could end where its form does", form.origin
+            )
         # The library counts its work ("fuel") and gives up where there is too much; nothing runs without bound.
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._vocabulary(), _grammar_source(form), log_level=0, limits=limits)
@@ -146,11 +148,11 @@ class GrammarCompiler:
         grammar = CompiledGrammar(matcher, ends)
         state = grammar.new_state()
         if matcher.is_error():
-            raise refuse(_reason(matcher.get_error()))
+            raise refuse(_reason(matcher.get_error()), form.origin)
         if warnings := matcher.get_grammar_warnings():
-            raise refuse(f"not all of it can be enforced: {_reason('; '.join(warnings))}")
+            raise refuse(f"not all of it can be enforced: {_reason('; '.join(warnings))}", form.origin)
         if not state.mask().any() or state.error is not None:
-            raise refuse(state.error or "no token of this model can begin such an answer")
+            raise refuse(state.error or "no token of this model can begin such an answer", form.origin)
         with self._cache_lock:
             self._cache[form] = grammar
             if len(self._cache) > CACHED_GRAMMARS:
@@ -186,8 +188,10 @@ class _Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _grammar_source(form: StructuredOutputsParams) -> str:
-    """The form in the library's own language."""
+def _grammar_source(form: Form) -> str:
+    """The form in the library's own language: a list of grammars, of which the first is the whole."""
+    if isinstance(form, ToolCallForm):
+        return _calls_source(form)
     if isinstance(form.json, str) or form.json_object:
         schema = form.json if isinstance(form.json, str) else '{"type": "object"}'
         return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", dict(JSON_OVERRIDES)))
@@ -199,7 +203,22 @@ def _grammar_source(form: StructuredOutputsParams) -> str:
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(form.grammar or ""))
     except Exception as error:  # the converter raises this very class for a rule that is missing
-        raise refuse(f"the grammar cannot be read: {_reason(str(error))}") from error
+        raise refuse(f"the grammar cannot be read: {_reason(str(error))}", form.origin) from error
+
+
+def _calls_source(form: ToolCallForm) -> str:
+    """Grammars name each other with `@`: the calls' own one, then those of the arguments, then that of an answer."""
+    named = {
+        f"arguments_{index}": _grammar_source(StructuredOutputsParams(json=schema, origin=form.origin))
+        for index, schema in enumerate(form.schemas)
+    }
+    if form.answer is not None:
+        named["answer"] = _grammar_source(form.answer)
+    grammars = [{"name": "calls", "lark_grammar": form.grammar}]
+    for name, source in named.items():
+        (one,) = json.loads(source)["grammars"]
+        grammars.append({**one, "name": name})
+    return json.dumps({"grammars": grammars})
 
 
 def _reason(message: str) -> str:

@@ -27,7 +27,7 @@ from mini_vllm.engine.grammar import CompiledGrammar, GrammarCompiler
 from mini_vllm.engine.request import Request
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.sampling_params import SamplingParams
-from mini_vllm.structured_outputs import StructuredOutputsParams
+from mini_vllm.structured_outputs import StructuredOutputsParams, ToolCallForm
 from mini_vllm.tokenizer.chat_template import ChatTemplate
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
@@ -202,7 +202,7 @@ class InputProcessor:
 
     def _grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         form = params.structured_outputs
-        return self._grammars.compile(form) if isinstance(form, StructuredOutputsParams) else None
+        return self._grammars.compile(form) if isinstance(form, (StructuredOutputsParams, ToolCallForm)) else None
 
     def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Every bad word as tokens, both as it stands inside a text (after a space) and at its beginning."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mini_vllm.errors import InvalidRequestError
+from mini_vllm.tokenizer.tool_messages import check_tool_calls
 
 _MAX_DEPTH = 100  # far under Python's recursion limit, far over any tool's schema
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -46,6 +47,8 @@ def _normalize_message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise InvalidRequestError(f"{place}.role must be a non-empty string, not {role!r}.", param=f"{place}.role")
     rest = {name: plain_json(value, f"{place}.{name}") for name, value in message.items() if value is not None}
+    if "tool_calls" in rest and not check_tool_calls(rest["tool_calls"], f"{place}.tool_calls"):
+        del rest["tool_calls"]  # an empty list says the same as none
     return {**rest, "role": role, "content": _content(message.get("content"), role, f"{place}.content")}
 
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,6 +32,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mini_vllm.errors import InvalidConfigError, InvalidRequestError
 from mini_vllm.tokenizer.chat_messages import normalize_messages, plain_json
 from mini_vllm.tokenizer.tokenizer import Tokenizer
+from mini_vllm.tokenizer.tool_messages import (
+    wants_text,
+    with_arguments,
+    with_calls_as_text,
+    with_results_as_text,
+    with_tools_as_text,
+)
 
 # Put after the last message's text to find where that ends. The space shows whether the template trims the text.
 _END_MARK = "\ue000END OF THE FINAL MESSAGE\ue001 "
@@ -72,6 +80,7 @@ class ChatTemplate:
         self._sources = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
+        self._wants_text: dict[str, bool] = {}  # by name: whether it wants the arguments of calls as text
 
     def render(
         self,
@@ -90,7 +99,7 @@ class ChatTemplate:
             add_generation_prompt: end with what begins an assistant's answer.
             continue_final_message: end inside the last message, without its end mark, so that the model goes on with
                 it. Not together with add_generation_prompt.
-            tools: JSON schemas of functions, for templates that show them.
+            tools: functions in OpenAI's form; a template that knows no tools gets them as text of the system message.
             documents: documents, for templates that show them.
             template_kwargs: more variables of the template (`enable_thinking`, ...).
 
@@ -102,7 +111,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt contradict each other; set one of them to false.",
                 param="continue_final_message",
             )
-        conversation = normalize_messages(messages)
+        conversation = self._with_tools(normalize_messages(messages), tools)
         template = self._template(with_tools=bool(tools))
         final_text = str(conversation[-1]["content"])
         if continue_final_message:
@@ -118,9 +127,49 @@ class ChatTemplate:
         text = _run(template, variables)
         return _cut_at_end_mark(text, final_text) if continue_final_message else text
 
+    def source(self, *, with_tools: bool) -> str | None:
+        """The Jinja source for requests with or without tools; None if there is none."""
+        return self._sources.get(self._name(with_tools=with_tools))
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template itself writes tools into the prompt; if not, `tool_messages.py` does."""
+        source = self.source(with_tools=True)
+        try:
+            return source is not None and "tools" in meta.find_undeclared_variables(_environment().parse(source))
+        except TemplateSyntaxError:  # a request will be refused with the reason
+            return False
+
+    def _with_tools(
+        self, conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        """The messages with tools and calls in the form that the template can show."""
+        name = self._name(with_tools=bool(tools))
+        source = self._sources.get(name, "")
+        if any("tool_calls" in message for message in conversation):
+            if "tool_calls" in source:
+                conversation = with_arguments(conversation, as_text=self._takes_text(name, with_tools=bool(tools)))
+            else:
+                conversation = with_calls_as_text(conversation)
+        if "'tool'" not in source and '"tool"' not in source:
+            conversation = with_results_as_text(conversation)
+        if tools and not self.shows_tools:
+            conversation = with_tools_as_text(conversation, plain_json(tools, "tools"))
+        return conversation
+
+    def _takes_text(self, name: str, *, with_tools: bool) -> bool:
+        if name not in self._wants_text:
+            template = self._template(with_tools=with_tools)
+            variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": False}
+            self._wants_text[name] = wants_text(lambda messages: _run(template, {**variables, "messages": messages}))
+        return self._wants_text[name]
+
+    def _name(self, *, with_tools: bool) -> str:
+        return "tool_use" if with_tools and "tool_use" in self._sources else "default"
+
     def _template(self, *, with_tools: bool) -> Template:
         """The compiled template for a request."""
-        name = "tool_use" if with_tools and "tool_use" in self._sources else "default"
+        name = self._name(with_tools=with_tools)
         if name not in self._sources:
             others = f" It has templates named {', '.join(sorted(self._sources))} only." if self._sources else ""
             raise InvalidRequestError(

@@ -1,0 +1,212 @@
+"""Tools over HTTP: auto, none, required, a named function; whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from api_helpers import Served, Streamed, serving
+from engine_doubles import ScriptedModel, byte_tokenizer, tiny_transformer
+from engine_doubles import says as script
+
+from mini_vllm.api.responses import ChatChunk, ChatCompletion
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
+    "{# 'tool' tool_calls <tool_call> #}"
+)
+COLOUR = {"type": "object", "properties": {"c": {"enum": ["red", "é🫠"]}}, "required": ["c"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_time", "description": "The time"}},
+    {"type": "function", "function": {"name": "pick", "parameters": COLOUR}},
+]
+STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+NAMED = {"type": "function", "function": {"name": "pick"}}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    parts = {"tokenizer": byte_tokenizer(TEMPLATE), "max_model_len": 1024}
+    with serving(tiny_transformer(), parts=parts) as one:
+        yield one
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"structured_outputs": {"choice": [text]}}
+
+
+def tag(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def calls_of(streamed: Streamed, index: int = 0) -> list[tuple[str, Any]]:
+    calls = [call for one in streamed.choices(index) for call in one["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def both(served: Served, **fields: Any) -> tuple[dict[str, Any], str]:
+    """The message, which is the same streamed and whole, and its finish reason."""
+    answer = served.chat("hi", **fields)
+    ChatCompletion.model_validate(answer)
+    (choice,) = answer["choices"]
+    streamed = served.stream_chat("hi", **fields)
+    for chunk in streamed.chunks:
+        ChatChunk.model_validate(chunk)
+    message = choice["message"]
+    calls = message.get("tool_calls", [])
+    assert calls_of(streamed) == [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    assert streamed.text() == (message["content"] or "") and streamed.finish_reasons() == [choice["finish_reason"]]
+    assert len({call["id"] for call in calls}) == len(calls)
+    return message, choice["finish_reason"]
+
+
+def names_and_arguments(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message["tool_calls"]]
+
+
+def test_calls_and_the_text_before_them(served: Served) -> None:
+    text = "Let me look. " + tag("get_time", "{}") + "\n" + tag("pick", '{"c": "}{</tool_call>"}')
+    message, reason = both(served, tools=TOOLS, **says(text))
+    assert names_and_arguments(message) == [("get_time", {}), ("pick", {"c": "}{</tool_call>"})]
+    assert (message["content"], reason) == ("Let me look.", "tool_calls")
+
+
+def test_a_message_of_calls_alone_has_no_content(served: Served) -> None:
+    message, _ = both(served, tools=TOOLS, **says(tag("get_time", "{}")))
+    assert message["content"] is None and message["tool_calls"][0]["id"].startswith("call_")
+
+
+@pytest.mark.parametrize("text", ["plain", "<tool_call>\nnot json\n</tool_call>", tag("unknown", "{}")])
+def test_what_is_no_call_is_content(served: Served, text: str) -> None:
+    message, reason = both(served, tools=TOOLS, **says(text))
+    assert (message["content"], reason) == (text, "stop") and "tool_calls" not in message
+
+
+def test_tool_choice_none_calls_nothing_and_does_not_show_the_tools(served: Served) -> None:
+    text = tag("get_time", "{}")
+    message, reason = both(served, tools=TOOLS, tool_choice="none", **says(text))
+    assert (message["content"], reason) == (text, "stop")
+    assert prompt(served, tools=TOOLS, tool_choice="none") == prompt(served)
+    assert prompt(served, tools=TOOLS) == "(get_time)(pick)" + prompt(served)
+
+
+def prompt(served: Served, **fields: Any) -> str:
+    chat = served.chat("hi", max_tokens=1, return_token_ids=True, **fields)
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    assert served.ok("/tokenize", body)["tokens"] == chat["prompt_token_ids"]
+    return bytes(chat["prompt_token_ids"]).decode()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_required_gives_calls_whatever_the_model_says(served: Served, seed: int) -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1, "seed": seed}
+    message, reason = both(served, **fields)
+    ((name, arguments),) = names_and_arguments(message)
+    jsonschema.validate(arguments, COLOUR if name == "pick" else {"maxProperties": 0})
+    assert (message["content"], reason) == (None, "tool_calls")
+
+
+def test_a_named_function_is_called_once(served: Served) -> None:
+    message, reason = both(served, tools=TOOLS, tool_choice=NAMED, temperature=1, seed=5)
+    ((name, arguments),) = names_and_arguments(message)
+    jsonschema.validate(arguments, COLOUR)
+    assert (name, reason) == ("pick", "tool_calls")
+
+
+def test_each_of_n_answers_has_calls_of_its_own(served: Served) -> None:
+    answer = served.chat("hi", tools=TOOLS, tool_choice=NAMED, temperature=1, seed=5, n=3)
+    streamed = served.stream_chat("hi", tools=TOOLS, tool_choice=NAMED, temperature=1, seed=5, n=3)
+    for choice in answer["choices"]:
+        (call,) = choice["message"]["tool_calls"]
+        assert calls_of(streamed, choice["index"]) == [(call["function"]["name"], call["function"]["arguments"])]
+        assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(("max_tokens", "begins"), [(5, False), (45, True)])
+def test_a_cut_call_says_length_and_comes_as_far_as_it_went(served: Served, max_tokens: int, begins: bool) -> None:
+    message, reason = both(served, tools=TOOLS, tool_choice=NAMED, max_tokens=max_tokens)
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "pick" and call["function"]["arguments"].startswith("{") == begins
+    assert reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({"tools": TOOLS}, [("get_time", {"a": 1}), ("get_time", {})]),
+        ({"tools": STRICT}, [("get_time", {}), ("get_time", {})]),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, [("get_time", {"a": 1})]),
+    ],
+    ids=["free", "strict", "one"],
+)
+def test_under_auto_a_grammar_holds_what_was_promised(fields: dict[str, Any], calls: list[tuple[str, Any]]) -> None:
+    text = "Hm. " + tag("get_time", '{"a": 1}') + "\n" + tag("get_time", "{}")
+    model = ScriptedModel(script([*text.encode()], len("(get_time)(pick)<user>hi\n<assistant>")))
+    with serving(model, parts={"tokenizer": byte_tokenizer(TEMPLATE), "max_model_len": 1024}) as one:
+        message, reason = both(one, **fields)
+        assert names_and_arguments(message) == calls and message["content"].startswith("Hm.") and reason == "tool_calls"
+
+
+def test_response_format_is_the_form_of_the_answer_that_calls_nothing(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "noon"}}}
+    message, reason = both(served, tools=TOOLS, response_format=form, logit_bias={str(ord('"')): 100})
+    assert (message["content"], reason) == ('"noon"', "stop")
+    message, reason = both(
+        served, tools=TOOLS[:1], parallel_tool_calls=False, response_format=form, logit_bias={str(ord("<")): 100}
+    )
+    assert names_and_arguments(message) == [("get_time", {})] and reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"tools": TOOLS[:1] * 2}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+    ids=range(13),
+)
+def test_bad_tools_are_refused_by_field(served: Served, fields: dict[str, Any], param: str) -> None:
+    response = served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields})
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+def test_tools_can_be_switched_off() -> None:
+    with serving(server={"tool_call_parser": "none"}) as off:
+        response = off.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
+        assert response.status_code == 400 and "--tool-call-parser" in response.json()["error"]["message"]
+
+
+def test_reasoning_is_shown_apart() -> None:
+    parts = {"tokenizer": byte_tokenizer(TEMPLATE), "max_model_len": 1024}
+    with serving(tiny_transformer(), parts=parts, server={"reasoning_parser": "deepseek_r1"}) as thinker:
+        message = thinker.chat("hi", max_tokens=20)["choices"][0]["message"]
+        assert message["reasoning_content"] and message["content"] == ""
+        streamed = thinker.stream_chat("hi", max_tokens=20)
+        thought = "".join(one["delta"].get("reasoning_content", "") for one in streamed.choices())
+        assert thought == message["reasoning_content"] and streamed.text() == ""
+        formed = thinker.chat("hi", **says("noon"))["choices"][0]["message"]
+        assert formed["content"] == "noon" and "reasoning_content" not in formed
