@@ -24,6 +24,7 @@ nearly equal; there the number of differing answers is reported instead.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -48,6 +49,8 @@ from mini_vllm.benchmark.runner import (
 from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
 from mini_vllm.config import EngineConfig
 from mini_vllm.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,14 @@ def bench_ladder(
     header: dict[str, Any] = {}
     for number, rung in enumerate(ladder, 1):
         options = {"max_model_len": size.max_model_len, "max_num_seqs": max(size.num_requests, size.num_slots * 2)}
-        named = Named(progress or NoProgress(), f"{number} of {len(ladder)}: {rung.name}")
-        bench = open_bench(dataclasses.replace(config, **{**options, **rung.options}), load, clock, named)
+        title = f"{number} of {len(ladder)}: {rung.name}"
+        logger.info("rung %s (%s)", title, rung.workload)
+        bench = open_bench(
+            dataclasses.replace(config, **{**options, **rung.options}),
+            load,
+            clock,
+            Named(progress or NoProgress(), title),
+        )
         workload = workloads(bench.engine.tokenizer, size)[rung.workload]
         if rung.one_at_a_time:
             workload = workload.first(size.num_one_at_a_time)

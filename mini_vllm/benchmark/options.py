@@ -86,12 +86,12 @@ class LadderOptions:
         seed: of the random prompts.
     """
 
-    num_requests: int = 24
-    num_one_at_a_time: int = 2
+    num_requests: int = 12
+    num_one_at_a_time: int = 1
     input_len: str = "16-96"
-    output_len: str = "16-48"
+    output_len: str = "8-40"
     max_model_len: int = 1024
-    num_slots: int = 8
+    num_slots: int = 4
     prefix_len: int = 256
     long_prompt_len: int = 900
     num_long_prompts: int = 3
