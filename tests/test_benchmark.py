@@ -32,7 +32,7 @@ from mini_vllm.cache.block_manager import BlockStats
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine import events
 from mini_vllm.engine.llm_engine import EngineParts
-from mini_vllm.errors import InvalidConfigError
+from mini_vllm.errors import InvalidConfigError, KernelBuildError
 from mini_vllm.model.attention import StepAttention
 
 FORWARD, SAMPLE = 2.0, 0.5  # seconds that the slow model takes
@@ -385,10 +385,21 @@ def test_the_ladder_shows_memory_and_cache_hits(ladder_report: dict[str, Any]) -
     assert by_name["+ prefix cache", "shared prefix"]["num_cached_tokens"] == 3 * 32
 
 
+def test_without_the_kernels_their_rungs_are_left_out_and_the_report_says_why() -> None:
+    def load(config: EngineConfig) -> EngineParts:
+        if config.kernels == "cpu":
+            raise KernelBuildError("there is no compiler")
+        return tiny_parts(config)
+
+    report = bench_ladder(EngineConfig(), TINY_LADDER, repeats=1, load=load)
+    assert "+ fast kernels" not in [result["rung"] for result in report["results"]]
+    assert report["header"]["skipped"]["+ fast kernels (mixed)"] == "there is no compiler"
+
+
 def test_the_ladder_as_markdown_and_json(ladder_report: dict[str, Any], tmp_path: Path) -> None:
     lines = ladder_table(ladder_report).markdown().splitlines()
     assert lines[0].startswith("| rung | workload | requests | output tok/s |")
-    assert len(lines) == 2 + 9 and len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + 12 and len({line.count("|") for line in lines}) == 1
     write_json(tmp_path / "ladder.json", ladder_report)
     assert json.loads((tmp_path / "ladder.json").read_text()) == ladder_report
 

@@ -12,6 +12,9 @@ Where it stands: `mini-vllm bench ladder`, `make bench`. Every rung is the real 
     + prefix cache              shared prefix       equal beginnings are computed once
     paged + prefix cache        long prompts        (to compare the next with)
     + chunked prefill           long prompts        a long prompt is computed in pieces beside the running answers
+    + fast kernels              each of the three   the same arithmetic in C++; all rungs before are plain PyTorch
+
+Where the kernels cannot be had (no compiler), their rungs are left out, and the report says why.
 
 The first two rungs take one request at a time and would take for ever, so they run the first few requests only; a
 figure per second is not hurt by that. Rungs with slots and rungs with blocks have the same memory for keys and values.
@@ -48,6 +51,7 @@ from mini_vllm.benchmark.runner import (
 )
 from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
 from mini_vllm.config import EngineConfig
+from mini_vllm.errors import KernelBuildError
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,11 +77,17 @@ class Rung:
 def rungs(size: LadderOptions, block_size: int) -> list[Rung]:
     """The ladder from the bottom up."""
     # Every switch is set in every rung: `config` has settled its defaults for a cache that is not the rung's.
-    plain = {"scheduling": "continuous", "enable_chunked_prefill": False, "enable_prefix_caching": False}
+    plain = {
+        "scheduling": "continuous",
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "kernels": "none",
+    }
     slots = {**plain, "cache": "contiguous", "num_kv_blocks": size.num_slots}
     paged = {**plain, "cache": "paged", "num_kv_blocks": size.num_slots * size.max_model_len // block_size}
     cached = {**paged, "enable_prefix_caching": True}
     chunked = {**cached, "enable_chunked_prefill": True, "max_num_batched_tokens": size.chunk}
+    fast = {"kernels": "cpu"}
     return [
         Rung("no cache", "mixed", {**plain, "cache": "none", "scheduling": "sequential"}, one_at_a_time=True),
         Rung(
@@ -93,6 +103,9 @@ def rungs(size: LadderOptions, block_size: int) -> list[Rung]:
         Rung("+ prefix cache", "shared prefix", cached),
         Rung("paged + prefix cache", "long prompts", cached),
         Rung("+ chunked prefill", "long prompts", chunked),
+        Rung("+ fast kernels", "mixed", {**paged, **fast}),
+        Rung("+ fast kernels", "shared prefix", {**cached, **fast}),
+        Rung("+ fast kernels", "long prompts", {**chunked, **fast}),
     ]
 
 
@@ -162,32 +175,57 @@ def bench_ladder(
     """
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype="float32")
-    ladder = rungs(size, config.block_size)
-    results: list[dict[str, Any]] = []
-    references: dict[str, tuple[str, Answers]] = {}
-    header: dict[str, Any] = {}
+    ladder, climb = rungs(size, config.block_size), _Climb(config, size, repeats, load, clock)
+    skipped: dict[str, str] = {}
     for number, rung in enumerate(ladder, 1):
-        options = {"max_model_len": size.max_model_len, "max_num_seqs": max(size.num_requests, size.num_slots * 2)}
         title = f"{number} of {len(ladder)}: {rung.name}"
         logger.info("rung %s (%s)", title, rung.workload)
-        bench = open_bench(
-            dataclasses.replace(config, **{**options, **rung.options}),
-            load,
-            clock,
-            Named(progress or NoProgress(), title),
-        )
-        workload = workloads(bench.engine.tokenizer, size)[rung.workload]
-        if rung.one_at_a_time:
-            workload = workload.first(size.num_one_at_a_time)
-        runs = measure(bench, workload, repeats=repeats, warm_up=workload.first(2).shortened(WARM_UP_TOKENS))
-        ties = _differences(bench, rung, workload, runs[0].answers, references)
-        results.append({"rung": rung.name, "workload": rung.workload, **_figures(runs), "num_differing": ties})
-        header = header or {**machine(), "model": bench.engine.model_name, "dtype": bench.dtype}
-        bench.engine.shutdown()
+        try:
+            climb.run(rung, Named(progress or NoProgress(), title))
+        except KernelBuildError as error:
+            skipped[f"{rung.name} ({rung.workload})"] = str(error)
+            logger.warning("the rung %s is left out: %s", rung.name, error)
     settings = {"pool_tokens": size.num_slots * size.max_model_len, "block_size": config.block_size}
-    header |= {**settings, "seed": size.seed, "repeats": repeats, "ignore_eos": True, "size": dataclasses.asdict(size)}
-    header["prefix_cache_hit_tokens"] = sum(result["num_cached_tokens"] for result in results)
-    return {"benchmark": "ladder", "header": header, "results": results}
+    header = {**climb.header, **settings, "seed": size.seed, "repeats": repeats, "ignore_eos": True}
+    header |= {"size": dataclasses.asdict(size), "skipped": skipped or None}
+    header["prefix_cache_hit_tokens"] = sum(result["num_cached_tokens"] for result in climb.results)
+    return {"benchmark": "ladder", "header": header, "results": climb.results}
+
+
+class _Climb:
+    """The rungs that are done, and what the next ones are compared with."""
+
+    def __init__(
+        self, config: EngineConfig, size: LadderOptions, repeats: int, load: PartsLoader, clock: Clock
+    ) -> None:
+        self._config = dataclasses.replace(
+            config, max_model_len=size.max_model_len, max_num_seqs=max(size.num_requests, size.num_slots * 2)
+        )
+        self._size = size
+        self._repeats = repeats
+        self._load = load
+        self._clock = clock
+        self._references: dict[str, tuple[str, Answers]] = {}
+        self.header: dict[str, Any] = {}
+        self.results: list[dict[str, Any]] = []
+
+    def run(self, rung: Rung, progress: Progress) -> None:
+        """Measure a rung.
+
+        Raises:
+            BenchmarkError: a run does not count, or its answers differ from those of the rung before.
+            KernelBuildError: it needs kernels that cannot be had.
+        """
+        bench = open_bench(dataclasses.replace(self._config, **rung.options), self._load, self._clock, progress)
+        workload = workloads(bench.engine.tokenizer, self._size)[rung.workload]
+        if rung.one_at_a_time:
+            workload = workload.first(self._size.num_one_at_a_time)
+        warm_up = workload.first(2).shortened(WARM_UP_TOKENS)
+        runs = measure(bench, workload, repeats=self._repeats, warm_up=warm_up)
+        ties = _differences(bench, rung, workload, runs[0].answers, self._references)
+        self.results.append({"rung": rung.name, "workload": rung.workload, **_figures(runs), "num_differing": ties})
+        self.header = self.header or {**machine(), "model": bench.engine.model_name, "dtype": bench.dtype}
+        bench.engine.shutdown()
 
 
 def _differences(

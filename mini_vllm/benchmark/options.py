@@ -111,7 +111,7 @@ SET_BY_RUNGS = frozenset(
     {
         *("seed", "cache", "scheduling", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
         *("num_kv_blocks", "kv_cache_memory", "kv_cache_memory_fraction"),
-        *("enable_prefix_caching", "enable_chunked_prefill", "trace"),
+        *("enable_prefix_caching", "enable_chunked_prefill", "kernels", "attention_backend", "trace"),
     }
 )
 
