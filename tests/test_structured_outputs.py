@@ -11,6 +11,7 @@ import json
 import random
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -263,38 +264,47 @@ def test_the_last_token_within_max_tokens_still_says_stop() -> None:
     assert (one.text, one.finish_reason) == ("abc", FinishReason.STOP)
 
 
+KINDS = ["boolean", "null", "integer", "multiple", "string", "format", "enum", "anyOf", "allOf", "tuple", "reference"]
+NUMBERS = {"multipleOf": [2, 3, 7], "exclusiveMinimum": [-9, 0], "exclusiveMaximum": [50, 99]}
+
+
 def _random_schema(choose: random.Random, depth: int = 0) -> dict[str, Any]:
-    kind = choose.choice(["boolean", "null", "integer", "string", "enum", "anyOf", *["object", "array"] * (depth < 2)])
+    kind = choose.choice([*KINDS, *["object", "array"] * 3 * (depth < 2)])
+    inner = partial(_random_schema, choose, depth + 1)
     if kind == "integer":
         low = choose.randint(-50, 50)
         return {"type": kind, "minimum": low, "maximum": low + choose.randint(0, 300)}
+    if kind == "multiple":
+        return {"type": "integer", "minimum": 1, **{name: choose.choice(values) for name, values in NUMBERS.items()}}
     if kind == "string":
         pattern = choose.choice([None, "^[a-c]{1,3}$", "^é+世$"])
-        return (
-            {"type": kind, "maxLength": choose.randint(1, 4)} if pattern is None else {"type": kind, "pattern": pattern}
-        )
+        length = {"maxLength": choose.randint(1, 4)}
+        return {"type": kind, **(length if pattern is None else {"pattern": pattern})}
+    if kind == "format":
+        return {"type": "string", "format": choose.choice(["date", "ipv4", "uuid"])}
     if kind == "enum":
         return {"enum": choose.sample(["x", 5, None, True, "é🫠", 'quo"te', 1.5], 3)}
     if kind == "anyOf":
-        return {"anyOf": [_random_schema(choose, depth + 1) for _ in range(2)]}
+        return {"anyOf": [inner() for _ in range(2)]}
+    if kind == "allOf":
+        return {"allOf": [{"enum": ["a", "bb", "ccc", 4]}, {"type": "string"}, {"minLength": choose.randint(1, 3)}]}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": [inner(), {"const": "end"}], "items": False, "minItems": 2}
+    if kind == "reference" and depth == 0:
+        return {"$defs": {"c": inner()}, "type": "array", "items": {"$ref": "#/$defs/c"}, "maxItems": 2}
     if kind == "array":
-        return {
-            "type": kind,
-            "items": _random_schema(choose, depth + 1),
-            "minItems": 1,
-            "maxItems": choose.randint(1, 3),
-        }
+        return {"type": kind, "items": inner(), "minItems": 1, "maxItems": choose.randint(1, 3)}
     if kind == "object":
-        properties = {name: _random_schema(choose, depth + 1) for name in choose.sample(["a", "b", "ñ", "d"], 2)}
+        properties = {name: inner() for name in choose.sample(["a", "b", "ñ", "d"], 2)}
         required = choose.sample(list(properties), choose.randint(0, 2))
         return {"type": kind, "properties": properties, "required": required, "additionalProperties": False}
-    return {"type": kind}
+    return {"type": kind if kind in ("boolean", "null") else "boolean"}
 
 
-def test_every_finished_answer_of_thirty_random_schemas_is_valid() -> None:
-    engine = make_engine(tiny_transformer())
+def test_every_finished_answer_of_two_hundred_random_schemas_is_valid() -> None:
+    engine = make_engine(tiny_transformer(), max_num_seqs=200, num_kv_blocks=3300, debug_checks=False)
     schemas = {}
-    for seed in range(30):
+    for seed in range(200):
         schema = _random_schema(random.Random(seed))
         params = SamplingParams(max_tokens=200, temperature=1.0, seed=seed, structured_outputs={"json": schema})
         schemas[engine.add_request(f"JSON {seed}:", params)] = schema
@@ -304,9 +314,49 @@ def test_every_finished_answer_of_thirty_random_schemas_is_valid() -> None:
         assert outputs[-1].error is None
         if one.finish_reason is FinishReason.STOP:
             num_finished += 1
-            jsonschema.validate(json.loads(one.text), schemas[request_id])
-    assert num_finished >= 25
+            jsonschema.validate(json.loads(one.text), schemas[request_id], format_checker=jsonschema.FormatChecker())
+    assert num_finished >= 170
     assert_quiet(engine)
+
+
+def test_a_form_that_takes_too_long_to_compile_is_refused_in_time_and_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mini_vllm.engine.grammar_trial.COMPILE_SECONDS", 0.5)
+    one = compiler()
+    patterns = [{"type": "string", "pattern": f"(a|b)*c{{{count}}}.*"} for count in range(1, 30)]  # minutes of work
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="to compile; make it simpler"):
+            one.compile(StructuredOutputsParams(json={"allOf": patterns}))
+    assert one.compile(StructuredOutputsParams(regex="a+b")).new_state().error is None  # the compiler lives on
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        *({"not": {}}, {"if": {}, "then": False}, {"dependentRequired": {"a": ["b"]}}, {"dependentSchemas": {"a": {}}}),
+        *(
+            {"uniqueItems": True},
+            {"contains": {}},
+            {"minContains": 2},
+            {"propertyNames": {}},
+            {"minProperties": 1, "properties": {"a": {}}},
+        ),
+        *({"unevaluatedProperties": False}, {"unevaluatedItems": False}, {"$dynamicRef": "#x"}, {"$ref": "http://x/"}),
+    ],
+    ids=str,
+)
+def test_a_keyword_that_cannot_be_enforced_is_refused(keyword: dict[str, Any]) -> None:
+    for schema in (keyword, {"type": "array", "items": keyword}):
+        with pytest.raises(InvalidRequestError) as refused:
+            compiler().compile(StructuredOutputsParams(json=schema, origin="response_format"))
+        assert refused.value.param == "response_format"
+
+
+def test_annotations_are_let_through() -> None:
+    notes = {"title": "t", "description": "d", "default": 1, "examples": [2], "deprecated": True, "$comment": "c"}
+    form = StructuredOutputsParams(json={"type": "integer", **notes, "x-own": 1, "readOnly": True})
+    assert compiler().compile(form).new_state().error is None
 
 
 # ---- together with everything else --------------------------------------------------------------------------------

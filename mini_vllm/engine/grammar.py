@@ -3,8 +3,8 @@
 Where it stands: the input processor compiles a request's form once; every sequence walks through it with a state of its
 own. The scheduler asks the state for a mask when it schedules a draw, and moves it on when it commits the token:
 
-    StructuredOutputsParams -> GrammarCompiler -> CompiledGrammar -> GrammarState, one a sequence
-                               (off the loop)     (Request)           mask() -> Draw -> sampler -> advance(token)
+    form -> GrammarTrial -> GrammarCompiler -> CompiledGrammar -> GrammarState, one a sequence
+            if it may be slow  (off the loop)     (Request)        mask() -> Draw -> sampler -> advance(token)
 
     regex  ab?   state    allowed                 finished
                  ""       a                       no
@@ -23,16 +23,18 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
+from mini_vllm.engine.grammar_trial import GrammarTrial, VocabularyBytes, limits
 from mini_vllm.structured_outputs import Form, StructuredOutputsParams, ToolCallForm, refuse
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 Bitmask = npt.NDArray[np.int32]
 
 CACHED_GRAMMARS = 64
+_SLOW_WORDS = ('"pattern', '"format"', '"multipleOf"', '"allOf"')
 MAX_REASON = 300  # characters of the library's explanation that a message shows
 # A model must not write blanks for ever, and a keyword that the library does not enforce is an error.
 JSON_OVERRIDES: Mapping[str, Any] = MappingProxyType(
@@ -123,8 +126,10 @@ class GrammarCompiler:
         for token_id in self._eos_token_ids:
             self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._trie: LLTokenizer | None = None
+        self._trial: GrammarTrial | None = None
         self._trie_lock = threading.Lock()
         self._cache: OrderedDict[Form, CompiledGrammar] = OrderedDict()
+        self._refused: OrderedDict[Form, str] = OrderedDict()  # forms that failed their trial, and why
         self._cache_lock = threading.Lock()
 
     def compile(self, form: Form) -> CompiledGrammar:
@@ -141,9 +146,10 @@ class GrammarCompiler:
             raise refuse(
                 "this model has no end-of-sequence token, so no answer could end where its form does", form.origin
             )
-        # The library counts its work ("fuel") and gives up where there is too much; nothing runs without bound.
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._vocabulary(), _grammar_source(form), log_level=0, limits=limits)
+        source = _grammar_source(form)
+        if _may_be_slow(form):
+            self._try(form, source)
+        matcher = LLMatcher(self._vocabulary(), source, log_level=0, limits=limits())
         ends = self._ends.view(np.int32)
         grammar = CompiledGrammar(matcher, ends)
         state = grammar.new_state()
@@ -159,33 +165,67 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return grammar
 
+    def _try(self, form: Form, source: str) -> None:
+        """Refuse a form that does not compile, or not in time; what was refused is remembered."""
+        with self._cache_lock:
+            reason = self._refused.get(form)
+        if reason is None:
+            reason = self._trial_process().run(source)
+        if reason is not None:
+            with self._cache_lock:
+                self._refused[form] = reason
+                if len(self._refused) > CACHED_GRAMMARS:
+                    self._refused.popitem(last=False)
+            raise refuse(_reason(reason), form.origin)
+
     def _vocabulary(self) -> LLTokenizer:
         """The vocabulary as the library's trie, made when the first grammar needs it."""
         with self._trie_lock:
             if self._trie is None:
-                words = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
-                # The library takes any object with these attributes; its type names one class of its own.
-                self._trie = LLTokenizer(words, self._vocab_size, self._eos_token_ids)  # type: ignore[arg-type]
+                words = self._bytes()
+                self._trie = _OwnVocabulary(
+                    words.tokens, words.special_token_ids, words.eos_token_ids, self._tokenizer
+                ).trie()
             return self._trie
 
+    def _trial_process(self) -> GrammarTrial:
+        with self._trie_lock:
+            if self._trial is None:
+                self._trial = GrammarTrial(self._bytes())
+            return self._trial
 
-class _Vocabulary:
-    """The bytes of every id, under the names by which the library asks for them."""
+    def _bytes(self) -> VocabularyBytes:
+        special = self._tokenizer.special_token_ids.union(self._eos_token_ids)
+        return VocabularyBytes(
+            tokens=[self._tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size)],
+            special_token_ids=sorted(token_id for token_id in special if token_id < self._vocab_size),
+            eos_token_ids=self._eos_token_ids,
+        )
 
-    is_tokenizer_wrapper = True
-    bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = eos_token_ids[0]
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        special = tokenizer.special_token_ids.union(eos_token_ids)
-        self.special_token_ids = sorted(token_id for token_id in special if token_id < vocab_size)
+@dataclass(frozen=True)
+class _OwnVocabulary(VocabularyBytes):
+    """The vocabulary with the model's own way of tokenizing, which the library asks where only one text can follow."""
+
+    tokenizer: Tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode("utf-8", errors="replace")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _may_be_slow(form: Form) -> bool:
+    """Whether compiling could take long: regular expressions can, and grammars and some keywords of schemas have them.
+
+    A word may also be a property's name; then a form is tried that need not be.
+    """
+    if isinstance(form, ToolCallForm):
+        inner = form.answer is not None and _may_be_slow(form.answer)
+        return inner or any(word in str(schema) for schema in form.schemas for word in _SLOW_WORDS)
+    if form.regex is not None or form.grammar is not None:
+        return True
+    return isinstance(form.json, str) and any(word in form.json for word in _SLOW_WORDS)
 
 
 def _grammar_source(form: Form) -> str:
