@@ -10,6 +10,7 @@ from cli_helpers import CommandLine
 from mini_vllm.commands import doctor as doctor_module
 from mini_vllm.commands.pull import format_bytes
 from mini_vllm.config import DEFAULT_MODEL
+from mini_vllm.model.architectures import ARCHITECTURES
 
 
 @pytest.fixture
@@ -41,6 +42,19 @@ def test_models_shows_what_is_here_with_size_revision_and_place(mini_vllm: Comma
     first, second = mini_vllm("models").stdout.splitlines()
     assert first.split() == ["someone/something@main", "2", "MB", str(directory)]
     assert second.startswith(DEFAULT_MODEL)
+
+
+def test_supported_lists_every_native_architecture_with_its_models_and_what_the_extra_adds(
+    mini_vllm: CommandLine,
+) -> None:
+    result = mini_vllm("models", "--supported")
+    assert (result.exit_code, result.stderr) == (0, "")
+    native, library, own = result.stdout.split("\n\n")
+    names = [line.split()[0] for line in native.splitlines()[1:]]
+    assert names == list(ARCHITECTURES)
+    assert "  LlamaForCausalLM                Llama 2, 3 and 3.x, TinyLlama, SmolLM2\n" in native
+    assert "pip install 'mini-vllm[hf]'" in library
+    assert "register_model" in own
 
 
 def test_pull_prints_the_place_alone(mini_vllm: CommandLine, tmp_path: Path) -> None:

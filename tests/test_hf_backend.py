@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import nn
 
 from mini_vllm import LLM, SamplingParams
 from mini_vllm.errors import InvalidConfigError, ModelLoadError, UnsupportedModelError
+from mini_vllm.model.architectures import ARCHITECTURES
 from mini_vllm.model.hf_backend import TransformersModel, transformers_architectures
 from mini_vllm.model.loader import LoadedModel, load_model
 from mini_vllm.store.model_store import ModelFiles
@@ -69,6 +71,43 @@ OTHERS = {
     ),
 }
 
+# More of them, to say in docs/models.md what runs. Windows and layers without are mixed where a model has both.
+MIXED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS_4 = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MORE: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {**MIXED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "ApertusForCausalLM": {},
+    "ArceeForCausalLM": {},
+    "BioGptForCausalLM": {},
+    "BitNetForCausalLM": {},
+    "Cohere2ForCausalLM": MIXED,
+    "CwmForCausalLM": MIXED,
+    "Ernie4_5ForCausalLM": {},
+    "ExaoneMoeForCausalLM": {**MIXED, **EXPERTS, "num_experts": 4, "first_k_dense_replace": 1},
+    "FlexOlmoForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+    "GlmForCausalLM": {},
+    "Glm4MoeForCausalLM": {**EXPERTS, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "GraniteMoeForCausalLM": EXPERTS_4,
+    "HeliumForCausalLM": {},
+    "HunYuanDenseV1ForCausalLM": {},
+    "HyperCLOVAXForCausalLM": {},
+    "Jais2ForCausalLM": {},
+    "JetMoeForCausalLM": EXPERTS_4,
+    "MiniMaxM2ForCausalLM": {**EXPERTS_4, "num_experts": 4},
+    "Ministral3ForCausalLM": {},
+    "MinistralForCausalLM": {**MIXED, "layer_types": ["sliding_attention"] * 3},
+    "ModernBertDecoderForCausalLM": {**MIXED, "num_key_value_heads": 4},
+    "NanoChatForCausalLM": {},
+    "Olmo3ForCausalLM": MIXED,
+    "OlmoForCausalLM": {},
+    "PersimmonForCausalLM": {},
+    "PhiForCausalLM": {},
+    "PhimoeForCausalLM": EXPERTS_4,
+    "SeedOssForCausalLM": {},
+    "VaultGemmaForCausalLM": {**MIXED, "attn_logit_softcapping": 3.0},
+    "YoutuForCausalLM": {**LATENT, "v_head_dim": 8, "num_key_value_heads": 4},
+}
+
 
 def load(directory: Path, **options: Any) -> LoadedModel:
     return load_model(ModelFiles("tiny", directory, "safetensors"), dtype="float32", **options)
@@ -105,6 +144,20 @@ def test_another_decoder_gives_the_logits_and_tokens_of_the_library(tmp_path: Pa
     specs = loaded.model.layer_specs
     assert [spec.num_kv_heads for spec in specs] == [other.kv_heads] * 3
     assert tuple(spec.sliding_window for spec in specs) == other.windows
+
+
+@pytest.mark.parametrize("architecture", MORE)
+def test_one_more_decoder_gives_the_logits_and_tokens_of_the_library(tmp_path: Path, architecture: str) -> None:
+    tiny = build_tiny_model(tmp_path, architecture, pad_token_id=0, **MORE[architecture])
+    assert_parity(tiny, load(tmp_path))
+
+
+def test_the_page_of_models_has_every_architecture_that_is_tested() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+    tested = {*ARCHITECTURES, *MORE, *(other.architecture for other in OTHERS.values())}
+    assert sorted(tested) == sorted(
+        set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel|ForConditionalGeneration))`", page))
+    )
 
 
 def test_what_the_engine_reads_of_a_model(tmp_path: Path) -> None:

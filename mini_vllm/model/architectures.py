@@ -33,11 +33,13 @@ class Architecture:
 
     Args:
         name: the class name in `architectures` of `config.json`.
+        models: whose checkpoints name it, for people.
         read_config: makes the `ModelConfig`, or refuses.
         names: what its checkpoints call their tensors.
     """
 
     name: str
+    models: str
     read_config: Callable[[HFConfig], ModelConfig]
     names: TensorNames
 
@@ -86,26 +88,33 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         each.name: each
         for each in (
-            Architecture("LlamaForCausalLM", llama.read_llama, llama.LLAMA_NAMES),
-            Architecture("MistralForCausalLM", llama.read_mistral, llama.LLAMA_NAMES),
-            Architecture("Qwen2ForCausalLM", llama.read_qwen2, llama.LLAMA_NAMES),
-            Architecture("Qwen3ForCausalLM", llama.read_qwen3, llama.LLAMA_NAMES),
-            Architecture("SmolLM3ForCausalLM", smollm3.read_smollm3, llama.LLAMA_NAMES),
-            Architecture("Phi3ForCausalLM", phi3.read_phi3, phi3.PHI3_NAMES),
-            Architecture("GemmaForCausalLM", gemma.read_gemma, llama.LLAMA_NAMES),
-            Architecture("Gemma2ForCausalLM", gemma.read_gemma2, gemma.SANDWICH_NAMES),
-            Architecture("Gemma3ForCausalLM", gemma.read_gemma3, gemma.SANDWICH_NAMES),
-            Architecture("Gemma3ForConditionalGeneration", gemma.read_gemma3_with_vision, gemma.SANDWICH_NAMES),
-            Architecture("MixtralForCausalLM", moe.read_mixtral, moe.MIXTRAL_NAMES),
-            Architecture("Qwen2MoeForCausalLM", moe.read_qwen2_moe, llama.LLAMA_NAMES),
-            Architecture("Qwen3MoeForCausalLM", moe.read_qwen3_moe, llama.LLAMA_NAMES),
-            Architecture("OlmoeForCausalLM", moe.read_olmoe, llama.LLAMA_NAMES),
-            Architecture("Olmo2ForCausalLM", olmo2.read_olmo2, llama.LLAMA_NAMES),
-            Architecture("GraniteForCausalLM", granite.read_granite, llama.LLAMA_NAMES),
-            Architecture("CohereForCausalLM", cohere.read_cohere, llama.LLAMA_NAMES),
-            Architecture("GPT2LMHeadModel", gpt.read_gpt2, gpt.GPT2_NAMES),
-            Architecture("GPTNeoXForCausalLM", gpt.read_gpt_neox, gpt.GPT_NEOX_NAMES),
-            Architecture("Starcoder2ForCausalLM", gpt.read_starcoder2, gpt.STARCODER2_NAMES),
+            Architecture(
+                "LlamaForCausalLM", "Llama 2, 3 and 3.x, TinyLlama, SmolLM2", llama.read_llama, llama.LLAMA_NAMES
+            ),
+            Architecture("MistralForCausalLM", "Mistral", llama.read_mistral, llama.LLAMA_NAMES),
+            Architecture("Qwen2ForCausalLM", "Qwen2, Qwen2.5", llama.read_qwen2, llama.LLAMA_NAMES),
+            Architecture("Qwen3ForCausalLM", "Qwen3", llama.read_qwen3, llama.LLAMA_NAMES),
+            Architecture("SmolLM3ForCausalLM", "SmolLM3", smollm3.read_smollm3, llama.LLAMA_NAMES),
+            Architecture("Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", phi3.read_phi3, phi3.PHI3_NAMES),
+            Architecture("GemmaForCausalLM", "Gemma", gemma.read_gemma, llama.LLAMA_NAMES),
+            Architecture("Gemma2ForCausalLM", "Gemma 2", gemma.read_gemma2, gemma.SANDWICH_NAMES),
+            Architecture("Gemma3ForCausalLM", "Gemma 3, text only", gemma.read_gemma3, gemma.SANDWICH_NAMES),
+            Architecture(
+                "Gemma3ForConditionalGeneration",
+                "Gemma 3 with vision, its text part",
+                gemma.read_gemma3_with_vision,
+                gemma.SANDWICH_NAMES,
+            ),
+            Architecture("MixtralForCausalLM", "Mixtral", moe.read_mixtral, moe.MIXTRAL_NAMES),
+            Architecture("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-MoE", moe.read_qwen2_moe, llama.LLAMA_NAMES),
+            Architecture("Qwen3MoeForCausalLM", "Qwen3-MoE", moe.read_qwen3_moe, llama.LLAMA_NAMES),
+            Architecture("OlmoeForCausalLM", "OLMoE", moe.read_olmoe, llama.LLAMA_NAMES),
+            Architecture("Olmo2ForCausalLM", "OLMo 2", olmo2.read_olmo2, llama.LLAMA_NAMES),
+            Architecture("GraniteForCausalLM", "Granite 3", granite.read_granite, llama.LLAMA_NAMES),
+            Architecture("CohereForCausalLM", "Command R", cohere.read_cohere, llama.LLAMA_NAMES),
+            Architecture("GPT2LMHeadModel", "GPT-2, DistilGPT2", gpt.read_gpt2, gpt.GPT2_NAMES),
+            Architecture("GPTNeoXForCausalLM", "GPT-NeoX, Pythia, Dolly", gpt.read_gpt_neox, gpt.GPT_NEOX_NAMES),
+            Architecture("Starcoder2ForCausalLM", "StarCoder2", gpt.read_starcoder2, gpt.STARCODER2_NAMES),
         )
     }
 )
