@@ -34,7 +34,7 @@ class PagedSequence:
 
 @torch.inference_mode()
 def decode_greedily(
-    model: LanguageModel, prompts: list[list[int]], *, num_tokens: int, chunk_size: int, backend: str = "auto"
+    model: LanguageModel, prompts: list[list[int]], *, num_tokens: int, chunk_size: int, backend: str = "reference"
 ) -> list[PagedSequence]:
     """Give every prompt `num_tokens` more tokens, in float32; short prompts decode while long ones still prefill.
 

@@ -163,6 +163,28 @@ def test_silu_and_mul_is_that_of_the_reference(width: int, dtype: torch.dtype) -
     )
 
 
+REFERENCES = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("width", [1, 17, 128])
+def test_activations_are_those_of_the_reference_for_rows_that_lie_apart(
+    name: ops.ActivationName, width: int, dtype: torch.dtype
+) -> None:
+    x = (random(19, 2 * width, dtype=dtype) * 4)[:, :width]
+    x[0, 0], x[1, 0], x[2, 0] = 120.0, -120.0, 0.0  # where exp overflows, underflows, is 1
+    exact = REFERENCES[name](x.double())
+    result = ops.activate(x, name)
+    torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps + 1e-6, atol=2e-7)
+    for row in range(len(x)):
+        assert torch.equal(ops.activate(x[row : row + 1], name), result[row : row + 1])
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 SHAPES = [

@@ -18,10 +18,12 @@ from tiny_models import TinyModel, build_tiny_model, load_tiny_model, our_logits
 
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.sequence_table import SequenceTable
+from mini_vllm.kernels.cpu.build import load_kernels
 from mini_vllm.model.architectures import ARCHITECTURES
 from mini_vllm.model.config import ExpertsConfig, RopeConfig
+from mini_vllm.model.cpu_layers import use_cpu_kernels
 from mini_vllm.model.loader import load_model
-from mini_vllm.store.model_store import ModelFiles
+from mini_vllm.store.model_store import ModelFiles, home
 from mini_vllm.worker.executor import InProcessExecutor
 
 # Absolute, for logits that lie between about -10 and 10; float32.
@@ -299,12 +301,16 @@ def tiny(request: pytest.FixtureRequest, built: dict[str, TinyModel], tmp_path_f
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_prefill_in_chunks_and_40_decodes_give_the_logits_and_tokens_of_transformers(
-    name: str, tiny: TinyModel
+    name: str, tiny: TinyModel, backend: str
 ) -> None:
     model = load_model(ModelFiles("tiny", tiny.directory, "safetensors"), dtype="float32").model
+    if backend == "cpu":
+        load_kernels(home())
+        use_cpu_kernels(model)
     prompts = [some_tokens(length, seed=length) for length in PROMPT_LENGTHS]
-    sequences = decode_greedily(model, prompts, num_tokens=NUM_DECODES, chunk_size=CHUNK_SIZE)
+    sequences = decode_greedily(model, prompts, num_tokens=NUM_DECODES, chunk_size=CHUNK_SIZE, backend=backend)
     for prompt, sequence in zip(prompts, sequences, strict=True):
         expected = tiny.logits(sequence.token_ids)[:-1]
         torch.testing.assert_close(torch.stack(sequence.logits), expected, atol=TOLERANCE, rtol=0)

@@ -7,6 +7,7 @@ the transformer stays as it is, and whatever has no twin runs as plain PyTorch b
     RMSNorm            FastRMSNorm                  one pass, rounded as in the reference
     ApplyRotary        FastApplyRotary              in place
     SiluAndMul         FastSiluAndMul
+    SiLU, GELU ...     FastActivation
 
 What always holds: a twin gives a token the same bits in every batch. Against its reference it differs by the rounding
 of float32 sums.
@@ -82,6 +83,17 @@ class FastSiluAndMul(nn.Module):
         return ops.silu_and_mul(gate_up)
 
 
+class FastActivation(nn.Module):
+    """Twin of SiLU, of GELU by tanh and of the sigmoid: PyTorch's own have other bits at the end of a tensor."""
+
+    def __init__(self, name: ops.ActivationName) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.activate(x, self.name)
+
+
 def use_cpu_kernels(model: nn.Module) -> None:
     """Swap every module that has a twin, anywhere in the tree. The weights that were packed are let go.
 
@@ -111,5 +123,9 @@ def _twin_of(name: str, module: nn.Module) -> nn.Module | None:
         RMSNorm: lambda: FastRMSNorm(module),  # type: ignore[arg-type]
         ApplyRotary: FastApplyRotary,
         SiluAndMul: FastSiluAndMul,
+        nn.SiLU: lambda: FastActivation("silu"),
+        nn.Sigmoid: lambda: FastActivation("sigmoid"),
     }
+    if isinstance(module, nn.GELU) and module.approximate == "tanh":
+        return FastActivation("gelu_tanh")
     return simple[type(module)]() if type(module) in simple else None

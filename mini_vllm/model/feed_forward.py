@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mini_vllm.model.activations import build_activation, build_gated_activation
 from mini_vllm.model.config import ExpertsConfig, ModelConfig
@@ -58,10 +57,11 @@ class SharedExpert(nn.Module):
     def __init__(self, config: ModelConfig, inner: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.gate = Linear(config.hidden_size, 1, dtype=dtype, device=device)
+        self.sigmoid = nn.Sigmoid()
         self.mlp = GatedMLP(config, inner, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = functional.sigmoid(self.gate(hidden)) * self.mlp(hidden)
+        output: Tensor = self.sigmoid(self.gate(hidden)) * self.mlp(hidden)
         return output
 
 

@@ -8,8 +8,12 @@ it has the same bits in every batch.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
+
+ActivationName = Literal["silu", "gelu_tanh", "sigmoid"]  # in the order of the C++ enumeration
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -53,6 +57,12 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[rows, 2 * width] -> [rows, width]. Twin: `SiluAndMul`."""
     y: Tensor = torch.ops.mini_vllm_cpu.silu_and_mul.default(gate_up)
+    return y
+
+
+def activate(x: Tensor, name: ActivationName) -> Tensor:
+    """[rows, width], rows at any distance -> the same shape. Twin: `torch.nn.functional`'s function of that name."""
+    y: Tensor = torch.ops.mini_vllm_cpu.activate.default(x, get_args(ActivationName).index(name))
     return y
 
 

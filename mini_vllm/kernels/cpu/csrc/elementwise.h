@@ -47,4 +47,24 @@ void silu_and_mul_row(const Element* gate_up, int64_t width, Element* y) {
   }
 }
 
+// Activations that PyTorch computes otherwise at the end of a tensor than in its middle. All are made of the sigmoid:
+// GELU's approximation 0.5 x (1 + tanh(z)), z = sqrt(2 / pi) (x + 0.044715 x^3), is x sigmoid(2 z).
+enum class Activation : int64_t { SILU, GELU_TANH, SIGMOID };
+
+inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+
+inline Floats activated(Activation kind, Floats x) {
+  if (kind == Activation::SIGMOID) return sigmoid(x);
+  if (kind == Activation::SILU) return x * sigmoid(x);
+  return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+}
+
+template <class Element>
+void activate_row(Activation kind, const Element* x, int64_t width, Element* y) {
+  for (int64_t i = 0; i < width; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, width - i));
+    store_some(y + i, activated(kind, load_some(x + i, count)), count);
+  }
+}
+
 }  // namespace mini_vllm

@@ -170,6 +170,20 @@ Tensor silu_and_mul(const Tensor& gate_up) {
   return y;
 }
 
+Tensor activate(const Tensor& x, int64_t kind) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x must be [rows, width], a row's elements side by side");
+  const int64_t width = x.size(1), stride = x.stride(0);
+  Tensor y = at::empty(x.sizes(), x.options());
+  with_element_of(x, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    at::parallel_for(0, x.size(0), rows_a_thread(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        activate_row(Activation(kind), data_of<Element>(x) + row * stride, width, data_of<Element>(y) + row * width);
+    });
+  });
+  return y;
+}
+
 // ---- attention ---------------------------------------------------------------------------------------------------
 
 template <class Element>
@@ -227,6 +241,7 @@ TORCH_LIBRARY(mini_vllm_cpu, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &rms_norm);
   library.def("rotate(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()", &rotate);
   library.def("silu_and_mul(Tensor gate_up) -> Tensor", &silu_and_mul);
+  library.def("activate(Tensor x, int kind) -> Tensor", &activate);
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor block_tables, Tensor query_starts, Tensor context_lens, Tensor slot_mapping, int block_size, "
