@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
@@ -452,6 +453,32 @@ def test_the_command_shows_a_table_and_writes_a_file(
     assert (result.exit_code, result.stderr) == (0, "")
     assert what[0].title() in result.stdout
     assert json.loads(file.read_text())["benchmark"] == what[0]
+
+
+def test_the_ladder_runs_as_a_command_and_writes_its_three_files(
+    mini_vllm: CommandLine, model: Path, tmp_path: Path
+) -> None:
+    files = {flag: tmp_path / f"ladder.{flag}" for flag in ("json", "markdown")}
+    plot = tmp_path / "ladder.svg"
+    sizes = {field.name: getattr(TINY_LADDER, field.name) for field in dataclasses.fields(TINY_LADDER)}
+    flags = [text for name, value in sizes.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    outputs = [text for flag, file in files.items() for text in (f"--{flag}", str(file))]
+    result = mini_vllm("bench", "ladder", "-m", model, *flags, *outputs, "--plot", plot, "--repeats", "1")
+    assert result.exit_code == 0, result.stderr
+    rungs_of_file = [one["rung"] for one in json.loads(files["json"].read_text())["results"]]
+    assert rungs_of_file[:9] == [rung.name for rung in rungs(TINY_LADDER, 16)][:9]
+    assert files["markdown"].read_text().startswith("| rung | workload |")
+    assert plot.read_bytes().startswith(b"<?xml")
+
+
+def test_a_configuration_without_weights_can_be_measured(mini_vllm: CommandLine, model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "shape" / "config.json"
+    config.parent.mkdir()
+    config.write_bytes((model / "config.json").read_bytes())
+    flags = ("--num-prompts", "3", "--repeats", "1", "--load-format", "dummy")
+    result = mini_vllm("bench", "throughput", "-m", config, *SMALL, *flags)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "model=shape" in result.stdout.replace("\n", "")
 
 
 @pytest.mark.parametrize(
