@@ -81,7 +81,7 @@ def bench_compare(
         "prefill": f"{options.num_prefills} x {options.prefill_len}",
         "seed": workload.seed,
         "repeats": repeats,
-        "prefix_caching": config.enable_prefix_caching,
+        "prefix_caching": False,
         "ignore_eos": True,
     }
     return {
@@ -147,7 +147,8 @@ def _job(config: EngineConfig, dtype: str, phases: Mapping[str, Workload], repea
 
 
 def _own_result(config: EngineConfig, job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    options = {**dataclasses.asdict(config), "dtype": job["dtype"]}
+    # Nobody's prefix cache is on: a second run would find the prompts of the first.
+    options = {**dataclasses.asdict(config), "dtype": job["dtype"], "enable_prefix_caching": False}
     options["max_model_len"] = options["max_model_len"] or job["max_model_len"]
     result = run_process((sys.executable,), {**job, "engine": OURS, "options": options}, timeout)
     if "error" in result:

@@ -179,6 +179,10 @@ class ServingOptions:
         return rates
 
 
+# The same for all engines, or of no use beside them.
+SET_BY_COMPARE = frozenset({"seed", "enable_prefix_caching", "load_format", "trace"})
+
+
 @dataclass(frozen=True)
 class CompareOptions:
     """With whom to compare, and the two phases beside the mixed workload.

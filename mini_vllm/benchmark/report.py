@@ -22,6 +22,7 @@ from mini_vllm.errors import InvalidConfigError
 from mini_vllm.store.atomic_write import atomic_file
 
 PERCENTILES = (50, 90, 99)
+_WIDEST = 1000  # columns of a table in a file
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Spread:
         return Spread(statistics.median(values), min(values), max(values))
 
     def text(self, digits: int = 1) -> str:
-        """`736.1 (730.0 to 741.5)`."""
+        """`736.1 (730.0 to 741.5)`; the median alone where there was one run."""
+        if self.low == self.high:
+            return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
@@ -142,9 +145,13 @@ def print_table(table: Table, header: Mapping[str, Any]) -> None:
 
     console = Console(highlight=False, markup=False)
     console.print(header_line(header))
-    shown = RichTable(title=table.title)
+    shown = RichTable(title=table.title, title_justify="left")
     for index, column in enumerate(table.columns):
         shown.add_column(column, justify="left" if index == 0 else "right")
     for row in table.rows:
         shown.add_row(*row)
+    if not console.is_terminal:  # a file has no edge at which cells would have to be folded
+        console.width = max(
+            console.width, shown.__rich_measure__(console, console.options.update(max_width=_WIDEST)).maximum
+        )
     console.print(shown)

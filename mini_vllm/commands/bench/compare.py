@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mini_vllm.benchmark.options import CompareOptions, WorkloadOptions
-from mini_vllm.commands.bench.shared import ENGINE_FLAGS, REPORT_FLAGS, ReportOptions, deliver
+from mini_vllm.benchmark.options import SET_BY_COMPARE, CompareOptions, WorkloadOptions
+from mini_vllm.commands.bench.shared import REPORT_FLAGS, ReportOptions, deliver
 from mini_vllm.commands.dataclass_flags import FlagGroup, flags_from
 from mini_vllm.commands.terminal import Quiet, Verbose, open_terminal
 from mini_vllm.config import EngineConfig
@@ -13,7 +13,7 @@ from mini_vllm.config import EngineConfig
     others=FlagGroup(CompareOptions),
     workload=FlagGroup(WorkloadOptions),
     report=REPORT_FLAGS,
-    engine=ENGINE_FLAGS,
+    engine=FlagGroup(EngineConfig, without=SET_BY_COMPARE),
 )
 def compare(
     verbose: Verbose = False,
