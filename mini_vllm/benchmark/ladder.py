@@ -186,7 +186,7 @@ def bench_ladder(
             skipped[f"{rung.name} ({rung.workload})"] = str(error)
             logger.warning("the rung %s is left out: %s", rung.name, error)
     settings = {"pool_tokens": size.num_slots * size.max_model_len, "block_size": config.block_size}
-    header = {**climb.header, **settings, "seed": size.seed, "repeats": repeats, "ignore_eos": True}
+    header: dict[str, Any] = {**climb.header, **settings, "seed": size.seed, "repeats": repeats, "ignore_eos": True}
     header |= {"size": dataclasses.asdict(size), "skipped": skipped or None}
     header["prefix_cache_hit_tokens"] = sum(result["num_cached_tokens"] for result in climb.results)
     return {"benchmark": "ladder", "header": header, "results": climb.results}
