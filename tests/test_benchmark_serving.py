@@ -114,6 +114,15 @@ def test_every_token_of_the_server_is_counted(fields: dict[str, Any]) -> None:
     assert len(serving_table(report).rows) == 2
 
 
+def test_no_run_meets_the_prompts_of_another_in_the_prefix_cache() -> None:
+    long_prompts = WorkloadOptions(num_prompts=3, input_len="64", output_len="3")
+    with serving(num_kv_blocks=200) as server:
+        report = bench_serving(
+            ServingOptions(url=server.url, request_rate="500,inf"), long_prompts, byte_tokenizer(), repeats=2
+        )
+    assert [result["num_cached_tokens"] for result in report["results"]] == [0, 0]
+
+
 def test_with_a_limit_of_one_no_two_requests_are_open_at_once() -> None:
     with serving() as server:
         running: list[int] = []

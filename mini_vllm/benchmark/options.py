@@ -38,6 +38,7 @@ class WorkloadOptions:
     def __post_init__(self) -> None:
         _at_least("num_prompts", self.num_prompts, 1)
         _at_least("shared_prefix_len", self.shared_prefix_len, 0)
+        _at_least("seed", self.seed, 0)  # Python's generator takes -1 for 1
         Lengths.parse(self.input_len)
         Lengths.parse(self.output_len)
 

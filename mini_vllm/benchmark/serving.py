@@ -73,7 +73,8 @@ async def _bench(
 ) -> dict[str, Any]:
     server = Server.at(options.url, options.api_key)
     client = LoadClient(server, options, await served_model(server, options), tokenizer, progress)
-    await client.warm_up(make_workload(replace(workload, seed=workload.seed - 1), tokenizer))
+    unused_seed = workload.seed + len(options.rates()) * repeats  # prompts that no run will have
+    await client.warm_up(make_workload(replace(workload, seed=unused_seed), tokenizer))
     results, name, seed = [], "", workload.seed
     for rate in options.rates():
         runs = []
