@@ -32,6 +32,12 @@ def gate() -> Iterator[Gate]:
     one.opened.set()
 
 
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving() as server:
+        yield server
+
+
 def leave(served: Served, body: dict[str, Any], gate: Gate) -> None:
     """Send a request and close the connection while its first token is being computed."""
     with httpx.Client(base_url=served.url, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
@@ -81,6 +87,19 @@ def test_a_client_that_leaves_in_a_long_prefill(gate: Gate) -> None:
             blocker.result(DEADLINE)
         served.wait_until_quiet()
         assert model.num_computed_tokens < 200
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_has_sent_nothing_wrong(served: Served) -> None:
+    """It is counted as gone, and not as a refused request."""
+    address = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 100\r\n\r\n{"prompt": "ab"'
+        )
+    counted = 'http_requests_total{handler="/v1/completions",method="POST",status="499"}'
+    until(lambda: served.metrics().get(counted) == 1, "its place in the counts")
+    assert not [name for name in served.metrics() if 'status="400"' in name]
 
 
 def test_metrics_are_quiet_after_a_mass_abort(gate: Gate) -> None:

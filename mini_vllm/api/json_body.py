@@ -16,8 +16,10 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from mini_vllm import json_text
+from mini_vllm.api.access_log import CLIENT_GONE
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAY_HOLD_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -59,6 +61,12 @@ def without_lone_surrogates(value: Any) -> Any:
 
 
 class _JsonRequest(Request):
+    async def body(self) -> bytes:
+        try:
+            return await super().body()
+        except ClientDisconnect as error:  # FastAPI would call it a broken body, which in the counts it is not
+            raise HTTPException(CLIENT_GONE, "the client left before it had sent its request") from error
+
     async def json(self) -> Any:
         return parse_json(await self.body())
 
