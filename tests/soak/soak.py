@@ -20,16 +20,12 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +35,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))  # when it runs as a program
 
 from cli_helpers import build_cli_model
+from server_process import server_process
 from soak_checks import check_counters, check_exact_counters, check_text_answer, samples
 from traffic import COMPLETIONS, CONTEXT, TEXT_PATHS, Plan, Traffic
 
@@ -100,71 +97,31 @@ class Report:
 
 def run_soak(seconds: float, seed: int) -> Report:
     """One run. `problems` of the report is empty if all is well."""
-    with tempfile.TemporaryDirectory() as folder, serving(build_cli_model(Path(folder) / "tiny")) as (process, url):
-        return asyncio.run(Soak(process, url, seconds, seed).run())
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_cli_model(Path(folder) / "tiny")
+        with server_process(model, OPTIONS) as (pid, url):
+            return asyncio.run(Soak(pid, url, seconds, seed).run())
 
 
-@contextmanager
-def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The server as a process of its own; it must end with 0."""
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
-    sock.close()
-    options = {
-        "port": port,
-        "dtype": "float32",
-        "max-model-len": CONTEXT,
-        "num-kv-blocks": 80,
-        "block-size": 8,
-        "max-num-seqs": MAX_NUM_SEQS,
-        "max-num-batched-tokens": 64,
-        "max-queue-size": MAX_QUEUE_SIZE,
-        "max-body-size": 200_000,
-        "heartbeat": 0.2,
-        "shutdown-timeout": 5,
-    }
-    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mini_vllm", "serve", str(model), "--debug-checks", *flags],
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_for_health(process, url)
-            yield process, url
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0, "the server did not end with 0"
-            log.seek(0)
-            bad = [line for line in log if " ERROR " in line or line.startswith("Traceback")]
-            assert not bad, f"the server's log has errors: {bad[:5]}"
-        finally:
-            process.kill()
-            process.wait()
-
-
-def wait_for_health(process: subprocess.Popen[str], url: str) -> None:
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        assert process.poll() is None, "the server ended at its start"
-        try:
-            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError("the server did not become ready")
+OPTIONS = {
+    "dtype": "float32",
+    "max-model-len": CONTEXT,
+    "num-kv-blocks": 80,
+    "block-size": 8,
+    "max-num-seqs": MAX_NUM_SEQS,
+    "max-num-batched-tokens": 64,
+    "max-queue-size": MAX_QUEUE_SIZE,
+    "max-body-size": 200_000,
+    "heartbeat": 0.2,
+    "shutdown-timeout": 5,
+}
 
 
 class Soak:
     """One run against a server."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, seconds: float, seed: int) -> None:
-        self._pid = process.pid
+    def __init__(self, pid: int, url: str, seconds: float, seed: int) -> None:
+        self._pid = pid
         self._url = url
         self._seconds = seconds
         self._seed = seed
