@@ -214,7 +214,7 @@ class SamplingParams:
             if value is not None:
                 if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
                     raise _refuse(name, value, "a list of token ids")
-                self._set(name, tuple(_whole(name, token_id, 0) for token_id in value))
+                self._set(name, _token_ids(name, value))
         if self.allowed_token_ids == ():
             raise InvalidRequestError(
                 "allowed_token_ids is empty, so no token could be generated; leave it out", param="allowed_token_ids"
@@ -251,6 +251,13 @@ def _whole(name: str, value: Any, low: int, high: int = MAX_WHOLE) -> int:
             return number
     wanted = f"of {low} or more" if high == MAX_WHOLE else f"from {low} to {high}"
     raise _refuse(name, value, f"a whole number {wanted}")
+
+
+def _token_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
+    """Whole numbers of 0 or more. There may be a whole vocabulary of them, so the usual case has no loop."""
+    if set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_WHOLE:
+        return tuple(values)
+    return tuple(_whole(name, value, 0) for value in values)
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:

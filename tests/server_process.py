@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -38,7 +38,7 @@ def server_process(model: Path, options: Mapping[str, Any]) -> Iterator[tuple[in
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_for_health(process, url)
+            _wait_for_health(process, url, log)
             yield process.pid, url
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, "the server did not end with 0"
@@ -50,10 +50,12 @@ def server_process(model: Path, options: Mapping[str, Any]) -> Iterator[tuple[in
             process.wait()
 
 
-def _wait_for_health(process: subprocess.Popen[str], url: str) -> None:
+def _wait_for_health(process: subprocess.Popen[str], url: str, log: IO[str]) -> None:
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        assert process.poll() is None, "the server ended at its start"
+        if process.poll() is not None:
+            log.seek(0)
+            raise AssertionError(f"the server ended at its start: {log.read()[-2000:]}")
         try:
             if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
                 return

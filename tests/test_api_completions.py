@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from api_helpers import Served, Streamed, serving
+from api_helpers import Served, Streamed, serving, strict_json
 from engine_doubles import EOS, ScriptedModel, says, tiny_transformer
 
 from mini_vllm.api.responses import Completion, Generated
+from mini_vllm.api.streaming import encode_event
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,13 @@ def letters() -> Iterator[Served]:
 def random_model() -> Iterator[Served]:
     with serving(tiny_transformer()) as served:
         yield served
+
+
+@pytest.mark.parametrize("character", ["\u0085", "\u2028", "\u2029", "\x0b", "\x1c", "\r", "\n"])
+def test_an_event_is_one_line_however_lines_are_counted(character: str) -> None:
+    event = encode_event({"text": f"a{character}b 🫠"})
+    (line,) = event.decode().splitlines()[:-1]
+    assert strict_json(line.removeprefix("data: ")) == {"text": f"a{character}b 🫠"}
 
 
 def test_a_completion_has_the_text_the_reason_and_the_counts(letters: Served) -> None:

@@ -75,7 +75,13 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         *(("prompt", value) for value in ([259], [-1], [[5, -1]], [1.5], [2**63], [2**100], [True], [5, "a"])),
         ("prompt", [5] * 257),
         ("prompt", "x" * 5000),
+        ("stop", ["x"] * 5000),
+        ("bad_words", ["x"] * 5000),
+        ("logit_bias", {str(number): 1 for number in range(5000)}),
+        ("structured_outputs", {str(number): 1 for number in range(5000)}),
+        ("stop_token_ids", [1] * 9000 + ["x"]),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_value_is_a_400_that_names_the_field(served: Served, name: str, value: Any) -> None:
     error = refused(served.post("/v1/completions", {"prompt": "ab", name: value}))
@@ -138,6 +144,18 @@ def test_fields_without_effect_are_accepted_and_unknown_ones_are_named_in_the_lo
         assert caplog.messages == []
         served.complete("ab", max_tokens=1, shiny=5)
     assert caplog.messages == ["ignoring the unknown request field 'shiny'"]
+
+
+def test_of_many_unknown_fields_the_log_names_the_first(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="mini_vllm"):
+        served.complete("ab", max_tokens=1, **{f"field{number}": 1 for number in range(20)})
+    assert len(caplog.messages) == 17 and caplog.messages[-1] == "ignoring 4 more unknown request fields"
+
+
+@pytest.mark.parametrize("messages", [[1] * 9000, [{"role": "user"}] * 17_000, [{}, "x"]], ids=["1", "2", "3"])
+def test_too_many_messages_and_those_that_are_none_are_refused_by_one_error(served: Served, messages: Any) -> None:
+    error = refused(served.post("/v1/chat/completions", {"messages": messages}))
+    assert error["param"] == "messages" and len(error["message"]) < 400
 
 
 def test_masks_that_leave_no_token_are_the_clients_fault(served: Served) -> None:

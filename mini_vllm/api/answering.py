@@ -72,7 +72,7 @@ async def answer_request(
     engine, log = lifecycle.engine(), log_of(http.scope)
     answer_id = f"{id_prefix}-{uuid.uuid4().hex}"
     if lifecycle.config.log_prompts:
-        log.prompt = str(prompts[0])[:MAX_PROMPT_SHOWN]
+        log.prompt = str(prompts[0][:MAX_PROMPT_SHOWN])[:MAX_PROMPT_SHOWN]
 
     def prepare() -> tuple[list[Request], dict[str, list[str]]]:
         requests = [

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -42,6 +43,7 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+MAX_ITEMS_SHOWN = 16
 
 
 class ApiError(Exception):
@@ -133,7 +135,22 @@ def _message(error: Mapping[str, Any]) -> str:
 def shown(value: Any) -> str:
     """A value for a message, cut short."""
     try:
-        text = repr(value[:MAX_SHOWN] if isinstance(value, (str, bytes, list)) else value)
+        text = repr(_beginning(value, depth=3))
     except (ValueError, RecursionError):  # an integer of thousands of digits, deep nesting
         text = f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def _beginning(value: Any, depth: int) -> Any:
+    """As much of a value as could be shown: a body may hold millions of entries."""
+    if isinstance(value, (str, bytes)):
+        return value[:MAX_SHOWN]
+    if not isinstance(value, (list, dict)):
+        return value
+    if not depth:
+        return "..."
+    if isinstance(value, list):
+        return [_beginning(item, depth - 1) for item in value[:MAX_ITEMS_SHOWN]]
+    return {
+        _beginning(key, depth - 1): _beginning(item, depth - 1) for key, item in islice(value.items(), MAX_ITEMS_SHOWN)
+    }

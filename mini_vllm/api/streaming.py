@@ -112,6 +112,12 @@ class EventStream(Response):
 
 
 def encode_event(value: Mapping[str, Any]) -> bytes:
-    """One event. JSON escapes line breaks, so it is one line."""
+    """One event, which is one line.
+
+    JSON escapes the line breaks of ASCII. The three others that Unicode has are none in an event stream, but clients
+    that take lines as Python's `splitlines` does would break there, so they are escaped as well.
+    """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    if not text.isascii():
+        text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return b"data: " + text.encode("utf-8") + b"\n\n"

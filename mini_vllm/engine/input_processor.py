@@ -147,7 +147,7 @@ class InputProcessor:
             if not token_ids:
                 raise InvalidRequestError("messages give an empty prompt under this chat template", param="messages")
         else:
-            token_ids = _checked_token_ids(prompt)
+            token_ids = _checked_token_ids(prompt, self._max_model_len)
         return self._within_vocabulary(token_ids)
 
     def _check_text_length(self, text: str, param: str) -> None:
@@ -177,11 +177,7 @@ class InputProcessor:
         limit = self._max_model_len
         room = limit - prompt_len
         if room < 0 or (room == 0 and asked_for != 0):
-            raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens, and the context holds {limit}, prompt and answer together; "
-                f"shorten the prompt to {limit - 1} tokens or fewer",
-                param="messages" if is_chat else "prompt",
-            )
+            raise _too_long(prompt_len, limit, "messages" if is_chat else "prompt")
         if asked_for is None:
             default = params.max_tokens or (room if is_chat else COMPLETION_MAX_TOKENS)  # generation_config's, or ours
             wanted = min(default, room)
@@ -239,13 +235,25 @@ def without_arrays(prompt: Any) -> Any:
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
-def _checked_token_ids(prompt: Any) -> list[int]:
+def _too_long(num_tokens: int, limit: int, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the prompt has {num_tokens} tokens, and the context holds {limit}, prompt and answer together; "
+        f"shorten the prompt to {limit - 1} tokens or fewer",
+        param=param,
+    )
+
+
+def _checked_token_ids(prompt: Any, limit: int) -> list[int]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidRequestError(
             f"prompt must be text, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
         )
     if not prompt:
         raise InvalidRequestError("prompt is empty; it must hold at least one token id", param="prompt")
+    if len(prompt) > limit:  # before a million of them are looked at
+        raise _too_long(len(prompt), limit, "prompt")
+    if set(map(type, prompt)) == {int}:
+        return list(prompt)
     return [_whole(token_id) for token_id in prompt]
 
 

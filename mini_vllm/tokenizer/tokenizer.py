@@ -86,7 +86,9 @@ class Tokenizer:
                 has its own, so it is encoded without.
         """
         text = _LONE_SURROGATE.sub(REPLACEMENT, text)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, since `encode` keeps Python's lock, and no other thread would run while it takes its time.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -56,6 +57,7 @@ class Seen:
     finished: Counter[str] = field(default_factory=Counter)  # engine's requests by the reason that counts
     num_left: int = 0  # engine's requests whose client went away
     num_requests: int = 0
+    num_unanswered: int = 0  # of these the client left before it knew their status
     prompt_tokens: int = 0
     completion_tokens: int = 0
     choices_with_tokens: int = 0
@@ -90,6 +92,7 @@ class Report:
                 f"  preemptions   {counted['num_preemptions_total']:.0f}",
                 f"  memory        {self.rss[0][1]:.1f} MiB at first, {self.rss[-1][1]:.1f} MiB at the end; "
                 f"{self.growth:+.2%} after the warm-up",
+                f"                {' '.join(f'{size:.0f}' for _, size in self.rss[:: max(1, len(self.rss) // 20)])}",
                 *(f"  PROBLEM       {problem}" for problem in self.problems),
             ]
         )
@@ -135,8 +138,9 @@ class Soak:
             socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)],
         )
         async with httpx.AsyncClient(base_url=self._url, transport=transport, timeout=ANSWER_LIMIT) as self._http:
+            await self._metrics()  # the first answers open what stays open
             self._known = await self._known_answers()
-            before, files, threads = await self._metrics(), num_open_files(self._pid), 0
+            before, files, threads = await self._metrics(), open_files(self._pid), 0
             rss: list[tuple[float, float]] = []
             start = time.monotonic()
             end = start + self._seconds
@@ -154,8 +158,9 @@ class Soak:
             problems += await self._polite_phase()
             problems += await self._every_place_is_there()
             await self._until_quiet()
-            if num_open_files(self._pid) > files + 2:
-                problems.append(f"{num_open_files(self._pid)} open files, {files} at the start")
+            await self._until_closed(files)
+            if len(open_files(self._pid)) > len(files):
+                problems.append(f"open files: {open_files(self._pid)}, at the start {files}")
             if num_threads(self._pid) > threads:
                 problems.append(f"{num_threads(self._pid)} threads, {threads} after the warm-up")
             growth = memory_growth(rss, self._seconds)
@@ -176,6 +181,7 @@ class Soak:
     async def _send(self, plan: Plan, seen: Seen) -> None:
         """Send one request as its client does, and check what comes back."""
         seen.num_requests += 1
+        seen.num_unanswered += 1
         try:
             left = await asyncio.wait_for(self._exchange(plan, seen), ANSWER_LIMIT)
         except Exception as error:
@@ -196,6 +202,8 @@ class Soak:
 
     async def _read(self, plan: Plan, seen: Seen) -> bool:
         async with self._http.stream(**self._arguments(plan)) as response:
+            seen.statuses[response.status_code] += 1
+            seen.num_unanswered -= 1
             expected = plan.expected | ({429} if plan.path in TEXT_PATHS else set())  # a full server looks no further
             if response.status_code not in expected:
                 text = (await response.aread()).decode("utf-8", "replace")
@@ -207,7 +215,6 @@ class Soak:
                     return True
                 if plan.pause and len(lines) % 8 == 0:
                     await asyncio.sleep(plan.pause)
-        seen.statuses[response.status_code] += 1
         if response.status_code == 429:
             assert int(response.headers["retry-after"]) >= 1
         elif response.status_code == 200 and plan.num_prompts:
@@ -264,6 +271,13 @@ class Soak:
             await asyncio.sleep(0.02)
         await self._ask_known(*self._known[0])
 
+    async def _until_closed(self, files: list[str]) -> None:
+        """A connection is closed a moment after its client has gone."""
+        for _ in range(100):
+            if len(open_files(self._pid)) <= len(files):
+                return
+            await asyncio.sleep(0.05)
+
     async def _polite_phase(self) -> list[str]:
         """Requests that are all read to their end; now the counters are known exactly."""
         before, seen = await self._metrics(), Seen()
@@ -303,8 +317,13 @@ def num_threads(pid: int) -> int:
     return _status(pid, "Threads")
 
 
-def num_open_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+def open_files(pid: int) -> list[str]:
+    """What the file descriptors stand for, but for those that are closed while we look."""
+    names = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/{pid}/fd/{number}").split("[")[0])
+    return sorted(names)
 
 
 def memory_growth(rss: list[tuple[float, float]], seconds: float) -> float:

@@ -38,8 +38,8 @@ def _whole(lines: list[str]) -> tuple[dict[int, str], dict[str, int], int | None
 
 
 def _streamed(plan: Plan, lines: list[str]) -> tuple[dict[int, str], dict[str, int], int | None]:
+    assert all(not line or line.startswith(("data: ", ": ")) for line in lines), "a line that is no event's"
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert all(not line or line.startswith(("data: ", ": ")) for line in lines)
     assert data[-1] == "[DONE]" and data.count("[DONE]") == 1
     reasons: dict[int, str] = {}
     tokens, usage = 0, None
@@ -111,7 +111,8 @@ def check_counters(before: dict[str, float], metrics: dict[str, float], seen: Se
         count = total - loading.get(status, 0)  # earlier there were 503s of /health, while the model was loading
         must(status < 500 or not count, f"{count:.0f} answers of status {status}")
         if status in (400, 404, 413, 429):
-            must(count == seen.statuses[status], f"status {status}: {count:.0f} counted, {seen.statuses[status]} seen")
+            saw = seen.statuses[status]
+            must(saw <= count <= saw + seen.num_unanswered, f"status {status}: {count:.0f} counted, {saw} seen")
     must(metrics["num_preemptions_total"] > 0, "nobody was preempted: the pool is too large for this test")
     return problems
 
