@@ -146,13 +146,18 @@ def test_fields_without_effect_are_accepted_and_unknown_ones_are_named_in_the_lo
     assert caplog.messages == ["ignoring the unknown request field 'shiny'"]
 
 
+def test_a_body_of_thousands_of_fields_is_refused(served: Served) -> None:
+    body = {"prompt": "ab", **{f"field{number}": 1 for number in range(5000)}}
+    assert "5001 fields" in refused(served.post("/v1/completions", body))["message"]
+
+
 def test_of_many_unknown_fields_the_log_names_the_first(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="mini_vllm"):
         served.complete("ab", max_tokens=1, **{f"field{number}": 1 for number in range(20)})
     assert len(caplog.messages) == 17 and caplog.messages[-1] == "ignoring 4 more unknown request fields"
 
 
-@pytest.mark.parametrize("messages", [[1] * 9000, [{"role": "user"}] * 17_000, [{}, "x"]], ids=["1", "2", "3"])
+@pytest.mark.parametrize("messages", [[1] * 9000, [{}] * 17_000, [{}, "x"]], ids=["1", "2", "3"])
 def test_too_many_messages_and_those_that_are_none_are_refused_by_one_error(served: Served, messages: Any) -> None:
     error = refused(served.post("/v1/chat/completions", {"messages": messages}))
     assert error["param"] == "messages" and len(error["message"]) < 400

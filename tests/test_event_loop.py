@@ -1,7 +1,8 @@
 """Nobody waits for somebody else's megabytes: while a large body is read, checked and refused, others are answered.
 
 The server is a process of its own, as the test's own work would otherwise hold it up. What is measured is the longest
-that /health took meanwhile. The machine may be busy, so of three tries the best one counts.
+that /health took meanwhile. The machine may be busy, so of three tries the best one counts, and where even reading the
+JSON takes long, four times as long is allowed; what these tests are there to find takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from cli_helpers import build_cli_model
 from server_process import server_process
 
-MAX_DELAY = 0.2  # seconds
+MAX_DELAY, MAX_READINGS = 0.2, 4  # seconds, and times that `json.loads` of the body takes at this moment
 MILLION = 1_000_000
 BODIES: dict[str, tuple[str, Any, int]] = {
     "text": ("/v1/completions", {"prompt": "hello world " * 420_000}, 400),
@@ -27,7 +28,7 @@ BODIES: dict[str, tuple[str, Any, int]] = {
     "messages": ("/v1/chat/completions", {"messages": [1] * MILLION}, 400),
     "stops": ("/v1/completions", {"prompt": "a", "stop": [1] * MILLION}, 400),
     "biases": ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): "x" for i in range(300_000)}}, 400),
-    "unknown fields": ("/v1/completions", {"prompt": "a", **{f"f{i}": 1 for i in range(100_000)}}, 200),
+    "unknown fields": ("/v1/completions", {"prompt": "a", **{f"f{i}": 1 for i in range(300_000)}}, 400),
     "text to tokenize": ("/tokenize", {"prompt": "hello world " * 40_000}, 200),
     "ids to detokenize": ("/detokenize", {"tokens": [97] * 300_000}, 200),
 }
@@ -79,7 +80,9 @@ def test_a_large_body_delays_nobody(url: str, name: str) -> None:
             answer.read()
         connection.close()
         assert answer.status == status
+        start = time.perf_counter()
+        json.loads(body)
         delays.append(pulse.longest)
-        if pulse.longest < MAX_DELAY:
+        if pulse.longest < max(MAX_DELAY, MAX_READINGS * (time.perf_counter() - start)):
             return
     raise AssertionError(f"/health took {min(delays):.3f} s meanwhile, in the best of {len(delays)} tries")

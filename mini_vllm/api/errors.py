@@ -84,6 +84,19 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+class BodyError(HTTPException):
+    """A body that is refused before its fields are looked into, where FastAPI lets only an HTTPException through.
+
+    Args:
+        message: as of `ApiError`.
+        param: the field at fault.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(400, message)
+        self.param = param
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The answer to an exception. What nobody expected is a 500, whose text stays in the log."""
     if isinstance(error, ApiError):
@@ -94,6 +107,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="engine_dead")
     if isinstance(error, RequestValidationError):
         return _validation_error(error.errors())
+    if isinstance(error, BodyError):
+        return ApiError(400, str(error.detail), param=error.param)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     logger.error("a request failed unexpectedly", exc_info=error)

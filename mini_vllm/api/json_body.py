@@ -4,13 +4,16 @@ Where it stands: between the socket and Pydantic. `JsonRoute` is the class of ev
 is filled from what `parse_json` gives.
 
 What always holds: NaN and Infinity, which are not JSON, are refused by the field that they stand in; half a surrogate
-pair, which is legal JSON but no text, becomes U+FFFD; a body that cannot be read is a 400 that says why.
+pair, which is legal JSON but no text, becomes U+FFFD; a body that cannot be read is a 400 that says why. No list or
+object in a body is longer than any request needs: otherwise Pydantic would make a million errors of a million wrong
+entries, and everybody else would wait for it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request, Response
@@ -20,7 +23,13 @@ from starlette.requests import ClientDisconnect
 
 from mini_vllm import json_text
 from mini_vllm.api.access_log import CLIENT_GONE
+from mini_vllm.api.errors import BodyError
 
+# Entries of a field: prompts may be long, and a mask may name the whole vocabulary; a body cannot hold many more.
+_MOST = MappingProxyType(
+    {"messages": 16_384, **dict.fromkeys(("prompt", "tokens", "allowed_token_ids", "stop_token_ids"), 2**23)}
+)
+MOST_ENTRIES = 4096  # of any other field, and fields of a body
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAY_HOLD_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -60,6 +69,22 @@ def without_lone_surrogates(value: Any) -> Any:
     return value
 
 
+def check_sizes(body: Any) -> None:
+    """Refuse a body with too many fields, or a field with too many entries.
+
+    Raises:
+        BodyError: with the field in `param`.
+    """
+    if not isinstance(body, dict):
+        return
+    if len(body) > MOST_ENTRIES:
+        raise BodyError(f"the body has {len(body)} fields; at most {MOST_ENTRIES} are allowed")
+    for name, value in body.items():
+        most = _MOST.get(name, MOST_ENTRIES)
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise BodyError(f"{name[:80]} holds {len(value)} entries; at most {most} are allowed", param=name[:80])
+
+
 class _JsonRequest(Request):
     async def body(self) -> bytes:
         try:
@@ -68,7 +93,9 @@ class _JsonRequest(Request):
             raise HTTPException(CLIENT_GONE, "the client left before it had sent its request") from error
 
     async def json(self) -> Any:
-        return parse_json(await self.body())
+        value = parse_json(await self.body())
+        check_sizes(value)
+        return value
 
 
 class JsonRoute(APIRoute):
