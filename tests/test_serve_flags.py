@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 import pytest
@@ -36,6 +36,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "log_prompts": ("1", True),
     "model": ("some/model", "some/model"),
     "revision": ("v1", "v1"),
+    "model_impl": ("native", "native"),
     "served_model_name": ("mine", "mine"),
     "dtype": ("float32", "float32"),
     "device": ("cpu", "cpu"),
@@ -99,12 +100,14 @@ def flags() -> dict[str, str]:
 
 
 def value_of(name: str) -> tuple[str, Any]:
-    """A field without an entry above is a new one: give it one."""
+    """Of a field without an entry above: another one of its choices, if it has choices."""
     if name in VALUES:
         return VALUES[name]
-    default = FIELDS[name].default
-    if isinstance(default, bool):
-        return str(not default).lower(), not default
+    kind = next(kind for kind in (ServerConfig, EngineConfig) if name in kind.__dataclass_fields__)
+    choices = get_args(get_type_hints(kind)[name])
+    other = next((one for one in choices if isinstance(one, str) and one != FIELDS[name].default), None)
+    if other is not None:  # a Literal
+        return other, other
     pytest.fail(f"{name} is a new option: say in VALUES what to try")
 
 

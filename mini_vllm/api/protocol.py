@@ -54,6 +54,9 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": ([],),
     "guided_grammar": (),
+    "tools": ([],),  # these three outside of chat
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

@@ -18,7 +18,6 @@ In vLLM: `vllm/tokenizers/hf.py`, which leaves this to `transformers.AutoTokeniz
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from mini_vllm.errors import ModelLoadError, UnsupportedModelError
+from mini_vllm.json_text import parse_json
 from mini_vllm.tokenizer.gguf_pre_tokenizers import pre_tokenization
 from mini_vllm.tokenizer.sentencepiece_backend import around_text
 
@@ -119,7 +119,7 @@ def _kind(config: Mapping[str, Any], directory: Path) -> _TokenizerClass:
 def _model_type(directory: Path) -> str:
     """`model_type` of the model's configuration, or '' where there is none to be read."""
     try:
-        return str(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+        return str(parse_json((directory / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
     except (OSError, ValueError, AttributeError):
         return ""  # whoever needs the configuration itself says what is wrong with it
 
@@ -142,7 +142,7 @@ def _added_around(named: Mapping[str, str], vocab: Mapping[str, int], name: str)
 
 def _read_vocab(path: Path) -> dict[str, int]:
     try:
-        vocab = json.loads(path.read_text(encoding="utf-8"))
+        vocab = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read ({error}). Download it again.") from error
     if not isinstance(vocab, dict) or not all(type(token_id) is int and token_id >= 0 for token_id in vocab.values()):
