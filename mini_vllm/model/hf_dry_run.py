@@ -91,9 +91,10 @@ def _check_layers(name: str, config: Any, calls: Sequence[LayerCall]) -> None:
         )
     if len({call.module for call in calls}) != len(calls):
         raise UnsupportedModelError(f"{name} calls an attention layer more than once in a forward.")
-    if len(calls) != config.num_hidden_layers:
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if len(calls) != num_layers:
         raise UnsupportedModelError(
-            f"{name} has {config.num_hidden_layers} layers, of which {len(calls)} attend over keys and values; models "
+            f"{name} has {num_layers} layers, of which {len(calls)} attend over keys and values; models "
             "with other layers (state-space, linear attention ...) do not run here."
         )
 

@@ -9,7 +9,8 @@ is taken (Kudo 2018, arXiv:1804.10959; the search is Viterbi's):
 
 Both libraries search alike but differ in which pieces may be found in a text. In SentencePiece these are the normal and
 the user-defined ones; the `tokenizers` library would find any, so pieces that are not to be found get a score that no
-way wins with. A user-defined piece always wins there, and here by the same formula for its score.
+way wins with. A user-defined piece always wins; it stands alone already (`sentencepiece_backend.py`), and 0 beats any
+sum of logarithms. Of two ways with the same sum either library may take the other one.
 
 In vLLM: `transformers.convert_slow_tokenizer`.
 """
@@ -38,15 +39,13 @@ def unigram_model(vocabulary: SentencePieceVocabulary) -> models.Model:
     # Below any sum of scores that spells such a piece, "<0x0A>" for one, letter by letter.
     never = min(normal) * 100 - 100
     scored = [
-        (piece, _score(piece, score, of_type, best=max(normal), never=never))
+        (piece, _score(score, of_type, never))
         for piece, score, of_type in zip(vocabulary.pieces, vocabulary.scores, vocabulary.types, strict=True)
     ]
     return models.Unigram(vocab=scored, unk_id=ids[unknown[0]], byte_fallback=vocabulary.byte_fallback)
 
 
-def _score(piece: str, score: float, of_type: int, *, best: float, never: float) -> float:
+def _score(score: float, of_type: int, never: float) -> float:
     if of_type == PieceType.NORMAL:
         return score
-    if of_type == PieceType.USER_DEFINED:
-        return len(piece.encode("utf-8")) * best - 0.1
-    return never
+    return 0.0 if of_type == PieceType.USER_DEFINED else never
