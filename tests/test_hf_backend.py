@@ -26,6 +26,8 @@ from torch import nn
 from mini_vllm import LLM, SamplingParams
 from mini_vllm.errors import InvalidConfigError, ModelLoadError, UnsupportedModelError
 from mini_vllm.model.architectures import ARCHITECTURES
+from mini_vllm.model.attention import AttentionMetadata
+from mini_vllm.model.attention_backends import make_backend
 from mini_vllm.model.hf_backend import TransformersModel, transformers_architectures
 from mini_vllm.model.loader import LoadedModel, load_model
 from mini_vllm.store.model_store import ModelFiles
@@ -185,6 +187,40 @@ def test_dynamic_rope_caps_the_context_at_that_of_the_training(tmp_path: Path) -
     config = load(tmp_path, model_impl="transformers").config
     assert config.max_position_embeddings == 48
     assert config.notes == ("RoPE dynamic follows the length of the text: the context is 48 tokens",)
+
+
+@pytest.mark.parametrize("max_model_len", [24, 25])
+def test_longrope_is_settled_by_the_longest_context_whatever_the_length_of_a_text(
+    tmp_path: Path, max_model_len: int
+) -> None:
+    family = FAMILIES["Phi-3 with long factors"]
+    tiny = build_tiny_model(tmp_path, family.architecture, **family.changes)
+    model = load(tmp_path, model_impl="transformers").model
+    model.settle_context(max_model_len)
+    tokens = some_tokens(12)
+    sequence = decode_greedily(model, [tokens], num_tokens=1, chunk_size=CHUNK_SIZE)[0]
+    short = tiny.logits(tokens)  # for a text of up to 24 tokens the library takes the short factors
+    difference = (torch.stack(sequence.logits) - short).abs().max()
+    assert difference < TOLERANCE if max_model_len == 24 else difference > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_in_bfloat16_the_logits_are_near_those_of_float32(tmp_path: Path, name: str) -> None:
+    build_tiny_model(tmp_path, OTHERS[name].architecture, dtype=torch.bfloat16, **OTHERS[name].changes)
+    files, tokens = ModelFiles("tiny", tmp_path, "safetensors"), torch.tensor(some_tokens(20))
+    logits = {}
+    for dtype in ("float32", "bfloat16"):
+        loaded = load_model(files, dtype=dtype)
+        backend = make_backend("contiguous", "contiguous", 32, loaded.dtype, torch.device("cpu"))
+        backend.allocate(loaded.model.layer_specs, 1)
+        starts, zero, context = (torch.tensor(row, dtype=torch.int32) for row in ([0, 20], [[0]], [20]))
+        metadata = AttentionMetadata(starts, context, zero, torch.arange(20), 20, 20)
+        with torch.inference_mode():
+            hidden = loaded.model(tokens, torch.arange(20), backend.begin(metadata))
+            logits[dtype] = loaded.model.logits(hidden)
+        assert hidden.dtype == loaded.dtype
+    # An expert may be chosen differently for a token, so the middle of all differences counts.
+    assert (logits["bfloat16"] - logits["float32"]).abs().median() < 0.05 * logits["float32"].abs().median()
 
 
 # ---- the whole engine ------------------------------------------------------------------------------------------------
