@@ -91,7 +91,7 @@ def test_curl(served: Served) -> None:
     plain, *events, refused = lines
     text = served.complete("The capital of France is", max_tokens=8)["choices"][0]["text"]
     assert strict_json(plain)["choices"][0]["text"] == text
-    assert events[-1] == "data: [DONE]" and len(events) >= 9
+    assert events[-1] == "data: [DONE]" and len(events) >= 3
     assert strict_json(refused)["error"]["param"] == "temperature"
 
 
