@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_vllm.kernels.cpu import ops
+from mini_vllm.model.allocation import large_blocks_apart
 from mini_vllm.model.layers import Linear, RMSNorm, SiluAndMul, TiedHead
 from mini_vllm.model.onednn_linear import OneDnnHead, OneDnnLinear, prefers_onednn
 from mini_vllm.model.rotary import ApplyRotary
@@ -100,12 +101,17 @@ def use_cpu_kernels(model: nn.Module) -> None:
     Args:
         model: in float32 or bfloat16, on the CPU, `build.load_kernels` called before.
     """
+    with large_blocks_apart():
+        _swap_children(model)
+
+
+def _swap_children(model: nn.Module) -> None:
     for name, child in list(model.named_children()):
         twin = _twin_of(name, child)
         if twin is not None:
             setattr(model, name, twin)
         else:
-            use_cpu_kernels(child)
+            _swap_children(child)
 
 
 def _twin_of(name: str, module: nn.Module) -> nn.Module | None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mini_vllm.config import LoadFormat
+from mini_vllm.model.allocation import large_blocks_apart
 from mini_vllm.model.architectures import tied_head, weight_map
 from mini_vllm.model.config import ModelConfig
 from mini_vllm.model.converted_weights import convert, converted_path, load_converted
@@ -90,7 +91,8 @@ def load_model(
     started = time.perf_counter()
     load = choose_implementation(files, model_impl)
     if load is None:
-        loaded = _load_native(files, dtype, device, load_format)
+        with large_blocks_apart():
+            loaded = _load_native(files, dtype, device, load_format)
     else:
         raw = read_raw_config(files)
         choice = resolve_dtype(dtype, device, HFConfig(raw).dtype())
