@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_vllm.model import sampler, sampling_draw, sampling_pieces
 from mini_vllm.model.sampler import prompt_logprobs, sample
-from mini_vllm.model.sampling_adjustments import adjust, unpack_bitmask
+from mini_vllm.model.sampling_adjustments import adjust, apply_bitmask, unpack_bitmask
 from mini_vllm.model.sampling_batch import group_draws
 from mini_vllm.model.sampling_order import top_tokens
 
@@ -444,3 +444,18 @@ def test_pieces_do_not_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = sample(logits, batch).token_ids
     monkeypatch.setattr(sampling_pieces, "ELEMENTS_ON_CPU", 1)
     assert torch.equal(sample(logits, batch).token_ids, whole)
+
+
+@pytest.mark.parametrize("vocab_size", [32, 70, 259])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.98, 1.0])
+def test_a_bitmask_leaves_exactly_the_tokens_whose_bits_are_set(vocab_size: int, share: float) -> None:
+    generator = np.random.default_rng(0)
+    is_allowed = generator.random((4, vocab_size)) < share
+    padded = np.zeros((4, -(-vocab_size // 32) * 32), np.uint8)
+    padded[:, :vocab_size] = is_allowed
+    mask = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+    logits = torch.randn(4, vocab_size)
+    assert torch.equal(unpack_bitmask(mask, vocab_size), torch.from_numpy(is_allowed))
+    expected = torch.where(torch.from_numpy(is_allowed), logits, -torch.inf)
+    apply_bitmask(logits, mask)
+    assert torch.equal(logits, expected)
