@@ -32,25 +32,51 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_cli_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def stand_in(tmp_path: Path, body: str) -> str:
+def stand_in(folder: Path, label: str, body: str) -> str:
     """A "Python" that a peer is run with: a script that gets the job and the result file."""
-    script = tmp_path / "stand_in.py"
+    script = folder / f"{label.replace(':', '_')}.py"
     script.write_text(f"import json, sys\njob = json.load(open(sys.argv[2]))\n{body}\n")
-    return f"vllm={sys.executable} {script}"
+    return f"{label}={sys.executable} {script}"
+
+
+SHORT = {
+    "version": "1",
+    "load_seconds": 1,
+    "first_token_seconds": 1,
+    "phases": {"mixed": {"seconds": [1.0], "num_output_tokens": [1], "answers": [], "is_stable": True}},
+}
+MISBEHAVING = {
+    "vllm:loud": "sys.exit('no such thing')",
+    "vllm:silent": "sys.exit(3)",
+    "vllm:short": f"json.dump({json.dumps(SHORT).replace('true', 'True')}, open(sys.argv[3], 'w'))",
+}
+
+
+@pytest.fixture(scope="module")
+def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One comparison with all kinds of peers: every engine starts a process, so one is enough."""
+    folder = tmp_path_factory.mktemp("peers")
+    with serving() as server:
+        peers = [f"transformers={sys.executable}", f"url={server.url}"]
+        peers += [stand_in(folder, label, body) for label, body in MISBEHAVING.items()]
+        return bench_compare(
+            EngineConfig(model=str(model), **ENGINE), CompareOptions(peer=peers, **PHASES), SMALL, repeats=2
+        )
+
+
+def row_of(report: dict[str, Any], engine: str) -> tuple[str, ...]:
+    return next(row for row in compare_table(report).rows if row[0] == engine)
+
+
+def result_of(report: dict[str, Any], engine: str) -> dict[str, Any]:
+    return next(result for result in report["results"] if result["engine"] == engine)
 
 
 # ---- real engines ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def report(model: Path) -> dict[str, Any]:
-    options = CompareOptions(peer=f"transformers={sys.executable}", **PHASES)
-    return bench_compare(EngineConfig(model=str(model), **ENGINE), options, SMALL, repeats=2)
-
-
 def test_both_engines_do_every_phase_and_give_the_same_answers(report: dict[str, Any]) -> None:
-    ours, theirs = report["results"]
-    assert (ours["engine"], theirs["engine"]) == ("mini-vllm", "transformers")
+    ours, theirs = result_of(report, "mini-vllm"), result_of(report, "transformers")
     for name in ("mixed", "one stream", "prefill"):
         assert ours["phases"][name]["ratio"] == 1.0
         speeds = [one["phases"][name]["tokens_per_second"]["median"] for one in (ours, theirs)]
@@ -65,48 +91,31 @@ def test_the_report_says_what_was_compared(report: dict[str, Any]) -> None:
     header = report["header"]
     assert (header["dtype"], header["threads"], header["repeats"]) == ("float32", 1, 2)
     assert (header["one_stream"], header["prefill"]) == ("6 in, 5 out", "2 x 20")
-    rows = compare_table(report).rows
-    assert rows[0][0] == "mini-vllm" and rows[0][4] == "1.00"
-    assert rows[1][0] == "transformers" and rows[1][-1] == "5 of 5"
+    assert row_of(report, "mini-vllm")[4] == "1.00"
+    assert row_of(report, "transformers")[-1] == "5 of 5"
 
 
-def test_a_url_is_a_peer(model: Path) -> None:
-    with serving() as server:
-        options = CompareOptions(peer=f"url={server.url}", **PHASES)
-        result = bench_compare(EngineConfig(model=str(model), **ENGINE), options, SMALL, repeats=1)
-    theirs = result["results"][1]
+def test_a_url_is_a_peer(report: dict[str, Any]) -> None:
+    theirs = result_of(report, "url")
     assert set(theirs["phases"]) == {"mixed", "one stream", "prefill"}
     assert theirs["phases"]["mixed"]["num_equal"] is None
-    assert compare_table(result).rows[1][2] == "-"
+    assert row_of(report, "url")[2] == "-"
 
 
 # ---- peers that misbehave --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("sys.exit('no such thing')", "exit code 1: no such thing"),
-        ("sys.exit(3)", "exit code 3: it said nothing"),
-    ],
+    ("engine", "message"),
+    [("vllm:loud", "exit code 1: no such thing"), ("vllm:silent", "exit code 3: it said nothing")],
 )
-def test_a_peer_that_fails_has_its_last_words_in_the_table(
-    model: Path, tmp_path: Path, body: str, message: str
-) -> None:
-    options = CompareOptions(peer=stand_in(tmp_path, body), **PHASES)
-    result = bench_compare(EngineConfig(model=str(model), **ENGINE), options, SMALL, repeats=1)
-    assert result["results"][1] == {"engine": "vllm", "error": message}
-    assert compare_table(result).rows[1][1] == f"failed: {message}"
+def test_a_peer_that_fails_has_its_last_words_in_the_table(report: dict[str, Any], engine: str, message: str) -> None:
+    assert result_of(report, engine) == {"engine": engine, "error": message}
+    assert row_of(report, engine)[1] == f"failed: {message}"
 
 
-def test_a_peer_that_brings_back_fewer_tokens_has_failed(model: Path, tmp_path: Path) -> None:
-    phase = '{"seconds": [1.0], "num_output_tokens": [1], "answers": [], "is_stable": True}'
-    result = f'{{"version": "1", "load_seconds": 1, "first_token_seconds": 1, "phases": {{"mixed": {phase}}}}}'
-    peer = stand_in(tmp_path, f"json.dump({result}, open(sys.argv[3], 'w'))")
-    report = bench_compare(
-        EngineConfig(model=str(model), **ENGINE), CompareOptions(peer=peer, **PHASES), SMALL, repeats=1
-    )
-    assert report["results"][1]["error"].startswith("1 tokens came back in mixed instead of")
+def test_a_peer_that_brings_back_fewer_tokens_has_failed(report: dict[str, Any]) -> None:
+    assert result_of(report, "vllm:short")["error"].startswith("1 tokens came back in mixed instead of")
 
 
 def test_an_engine_of_ours_that_does_not_start_is_an_error(model: Path) -> None:
