@@ -333,3 +333,27 @@ def test_version(mini_vllm: CommandLine) -> None:
     result = mini_vllm("--version")
     assert result.exit_code == 0
     assert result.stdout.startswith("mini-vllm ")
+
+
+# ---- answers that have a form ----------------------------------------------------------------------------------------
+
+
+def test_answers_can_be_held_to_a_regex_or_a_schema(mini_vllm: CommandLine, model: Path, tmp_path: Path) -> None:
+    assert mini_vllm("generate", "-m", model, "hi", "--regex", "ab{3}").stdout == "abbb\n"
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"const": 5}')
+    assert mini_vllm("generate", "-m", model, "hi", "--json-schema", schema).stdout == "5\n"
+
+
+def test_a_form_that_cannot_be_had_is_told_in_one_line(mini_vllm: CommandLine, model: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.json"
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"not": {}}')
+    for flags, text in (
+        (["--regex", "(["], "--regex: "),
+        (["--json-schema", missing], "cannot be read"),
+        (["--json-schema", schema], "--json-schema: "),
+        (["--json-schema", schema, "--regex", "a"], "leave one out"),
+    ):
+        result = mini_vllm("generate", "-m", model, "hi", *flags)
+        assert result.exit_code != 0 and text in result.stderr and "Traceback" not in result.stderr

@@ -23,6 +23,7 @@ from mini_vllm.commands.terminal import Quiet, Verbose, open_terminal
 from mini_vllm.config import EngineConfig
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.sampling_params import SamplingParams
+from mini_vllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from mini_vllm.engine.llm_engine import LLMEngine
@@ -46,6 +47,10 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Write a JSON object a line: text, finish reason, counts, times.")
     ] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="Answers are JSON of the schema in this file; --max-tokens may cut them.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(metavar="TEXT", help="Answers match this regular expression.")] = None,
     verbose: Verbose = False,
     quiet: Quiet = False,
     *,
@@ -76,6 +81,7 @@ def generate(
         raise InvalidRequestError("--system is a chat message; add --chat", param="system")
     if not as_json and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         raise InvalidRequestError("log-probabilities are shown in JSON only; add --json", param="logprobs")
+    sampling = dataclasses.replace(sampling, structured_outputs=_form(json_schema, regex))
     sent = [as_chat(prompt, system) for prompt in given] if chat else given
     terminal = open_terminal(verbose=verbose, quiet=quiet)
     writer: AnswerWriter = JsonWriter(given) if as_json else TextWriter(len(given), sampling.n, terminal)
@@ -86,6 +92,25 @@ def generate(
         terminal.error(error)
     if errors:
         raise typer.Exit(1)
+
+
+def _form(json_schema: Path | None, regex: str | None) -> StructuredOutputsParams | None:
+    """The form that all answers must have."""
+    if json_schema is not None and regex is not None:
+        raise InvalidRequestError(
+            "--json-schema and --regex both give the answers a form; leave one out", param="regex"
+        )
+    if regex is not None:
+        return StructuredOutputsParams(regex=regex, origin="--regex")
+    if json_schema is None:
+        return None
+    try:
+        schema = json_schema.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"--json-schema {json_schema} cannot be read: {error}", param="json_schema"
+        ) from error
+    return StructuredOutputsParams(json=schema, origin="--json-schema")
 
 
 def run_prompts(
