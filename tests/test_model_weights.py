@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +12,31 @@ from tiny_models import our_logits, some_tokens, tiny_model_config
 from mini_vllm.model.architectures import WeightSpec, tied_head, weight_map
 from mini_vllm.model.transformer import Transformer, init_random_weights
 
-ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+# One of each way to wire a layer, to norm, and to keep weights.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "Gemma2ForCausalLM": {},
+    "Qwen2MoeForCausalLM": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "Olmo2ForCausalLM": {},
+    "CohereForCausalLM": {"use_qk_norm": True},
+    "GPT2LMHeadModel": {"num_key_value_heads": 4},
+    "GPTNeoXForCausalLM": {"num_key_value_heads": 4},
+}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_map_fills_every_parameter_once_with_the_right_shape(architecture: str, tied: bool) -> None:
-    config = tiny_model_config(architecture, tie_word_embeddings=tied)
+    config = tiny_model_config(architecture, **ARCHITECTURES[architecture], tie_word_embeddings=tied)
     parameters = Transformer(config, device="meta").state_dict()
     specs = weight_map(config)
     assert sorted(spec.parameter for spec in specs) == sorted(parameters)
     for spec in specs:
-        rows = sum(shape[0] for shape in spec.shapes)
-        assert (rows, *spec.shapes[0][1:]) == tuple(parameters[spec.parameter].shape)
+        sources = [torch.empty(shape) for shape in spec.shapes]
+        if spec.rearrange is not None:
+            sources = [spec.rearrange(source) for source in sources]
+        assert torch.cat(sources).shape == parameters[spec.parameter].shape
 
 
 def test_query_key_and_value_are_joined_in_this_order() -> None:
@@ -64,6 +77,13 @@ def test_random_weights_depend_on_the_seed_only() -> None:
     assert first.std() > 0
 
 
+def test_random_norms_multiply_by_one_also_where_weights_count_from_one() -> None:
+    for architecture, expected in [("LlamaForCausalLM", 1.0), ("GemmaForCausalLM", 0.0)]:
+        model = Transformer(tiny_model_config(architecture))
+        init_random_weights(model)
+        assert model.norm.weight.tolist() == [expected] * 32
+
+
 def test_random_weights_in_bfloat16_are_the_rounded_float32_ones() -> None:
     exact = Transformer(tiny_model_config())
     rounded = Transformer(tiny_model_config(), dtype=torch.bfloat16)
@@ -82,3 +102,29 @@ def test_each_layer_tells_the_attention_backend_its_shape_scale_and_window() -> 
     specs = Transformer(config, device="meta").layer_specs
     assert [spec.sliding_window for spec in specs] == [None, None, 9]
     assert {(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale) for spec in specs} == {(4, 2, 8, 8**-0.5)}
+
+
+def test_rows_that_go_head_by_head_are_sorted_into_queries_keys_and_values() -> None:
+    config = tiny_model_config("GPTNeoXForCausalLM", num_attention_heads=2, num_key_value_heads=2, rotary_pct=1.0)
+    config = dataclasses.replace(config, head_dim=2)
+    spec = next(spec for spec in weight_map(config) if spec.parameter == "layers.0.attention.qkv_proj.bias")
+    assert spec.rearrange is not None
+    # 10 * head + row of the head's own six: two of q, two of k, two of v
+    assert spec.rearrange(torch.tensor([0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15])).tolist() == [
+        *(0, 1, 10, 11),
+        *(2, 3, 12, 13),
+        *(4, 5, 14, 15),
+    ]
+
+
+def test_matrices_kept_in_by_out_are_turned() -> None:
+    spec = next(
+        spec
+        for spec in weight_map(tiny_model_config("GPT2LMHeadModel"))
+        if spec.parameter == "layers.0.mlp.up_proj.weight"
+    )
+    assert spec.shapes == ((32, 128),)
+    assert spec.rearrange is not None
+    turned = spec.rearrange(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    assert turned.tolist() == [[1, 4], [2, 5], [3, 6]]
+    assert turned.is_contiguous()

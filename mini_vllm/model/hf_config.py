@@ -19,6 +19,7 @@ from mini_vllm.errors import ModelLoadError, UnsupportedModelError
 # Keys of Hugging Face configurations that change what a model computes, each with the values under which it changes
 # nothing. A family reads those that it implements; all others must be neutral. None stands for absent.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "alibi": (False,),
     "add_cross_attention": (False,),
     "attention_bias": (False,),
     "attention_multiplier": (),
@@ -44,14 +45,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "residual_multiplier": (1,),
     "rope_local_base_freq": (),
     "rope_interleaved": (False,),
+    "rotary_dim": (),
     "rotary_pct": (1,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
     "sliding_window": (),
+    "use_alibi": (False,),
     "use_bidirectional_attention": (False,),
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
+    "v_head_dim": (),
 }
 
 

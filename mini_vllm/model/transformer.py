@@ -204,8 +204,8 @@ def _finish_logits(config: ModelConfig) -> nn.Module:
 def init_random_weights(model: nn.Module, seed: int = 0) -> None:
     """Fill a model with small random weights, for runs without a checkpoint (`--load-format dummy`).
 
-    Matrices are normal with a deviation of 0.02, norms are 1, biases 0. The numbers are drawn in float32 on the CPU, so
-    a seed gives the same model, up to rounding, in every dtype and on every device.
+    Matrices are normal with a deviation of 0.02, norms multiply by 1, biases are 0. The numbers are drawn in
+    float32 on the CPU, so a seed gives the same model, up to rounding, in every dtype and on every device.
 
     Args:
         model: built on a real device, not on "meta".
@@ -216,4 +216,4 @@ def init_random_weights(model: nn.Module, seed: int = 0) -> None:
         if parameter.dim() > 1:
             parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0, 0.02, generator=generator))
         else:
-            parameter.fill_(0 if name.endswith("bias") else 1)
+            parameter.fill_(0 if name.endswith("bias") or model.config.norm == "rms_plus_one" else 1)
