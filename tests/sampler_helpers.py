@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from mini_vllm.model import sampling_draw
-from mini_vllm.model.sampler import SamplerOutput, sample
+from mini_vllm.model.sampler import SamplerOutput, SamplerSteps, sample
 from mini_vllm.model.sampling_batch import PenaltyHistory, SamplingBatch, TokenPairs, WorkedDraws, group_draws
+
+# How `run` samples: plain PyTorch if None. `test_cpu_sampler.py` puts the fast steps here and runs the same tests.
+STEPS: SamplerSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def run(logits: Tensor | Sequence[float], *draws: OneDraw) -> SamplerOutput:
     """Sample from [R, vocabulary], or from one row given as numbers."""
     rows = torch.as_tensor(logits, dtype=torch.float32)
     rows = rows[None] if rows.dim() == 1 else rows
-    return sample(rows, make_batch(draws, rows.shape[1]))
+    return sample(rows, make_batch(draws, rows.shape[1]), STEPS)
 
 
 def tokens(logits: Tensor | Sequence[float], *draws: OneDraw) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import sampler_helpers
 import torch
 from sampler_helpers import OneDraw, make_batch, run, survivors, tokens, worked_draws
 from torch import Tensor
@@ -359,11 +361,12 @@ def test_a_sampled_token_outside_the_alternatives_has_its_logprob() -> None:
 def test_draws_that_want_no_logprobs_cost_none(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
 
-    def recorded(logits: Tensor, targets: Tensor, num_logprobs: int) -> sampler.LogprobsOutput:
-        rows.append(len(logits))
-        return prompt_logprobs(logits, targets, num_logprobs)
+    def recorded(logits: Tensor, drawn_from: Tensor, targets: Tensor, num_logprobs: int) -> sampler.LogprobsOutput:
+        rows.append(len(drawn_from))
+        return sampler.logprobs_of_rows(logits, drawn_from, targets, num_logprobs)
 
-    monkeypatch.setattr(sampler, "prompt_logprobs", recorded)
+    steps = dataclasses.replace(sampler.PLAIN_STEPS, logprobs=recorded)
+    monkeypatch.setattr(sampler_helpers, "STEPS", steps)
     none = run(LOGITS, GREEDY, GREEDY)
     some = run(LOGITS, GREEDY, OneDraw(temperature=0, num_logprobs=2), GREEDY)
     assert rows == [1]

@@ -19,6 +19,7 @@ In vLLM: `vllm/v1/sample/sampler.py`, `vllm/v1/sample/ops/`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,21 +67,41 @@ class LogprobsOutput:
     top_logprobs: Tensor
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+@dataclass(frozen=True)
+class SamplerSteps:
+    """The three things that the sampler does with whole rows; `cpu_sampler.py` has fast twins of them.
+
+    Args:
+        best_tokens: logits [R, vocabulary] -> the greatest of each row [R] and its token [R] int64; NaN if the row has
+            one.
+        draw: see `draw_worked`.
+        logprobs: see `logprobs_of_rows`.
+    """
+
+    best_tokens: Callable[[Tensor], tuple[Tensor, Tensor]]
+    draw: Callable[[Tensor, Tensor, Tensor, Tensor, WorkedDraws], tuple[Tensor, Tensor]]
+    logprobs: Callable[[Tensor, Tensor, Tensor, int], LogprobsOutput]
+
+
+def sample(logits: Tensor, batch: SamplingBatch, steps: SamplerSteps | None = None) -> SamplerOutput:
     """Draw all tokens of a step.
 
     Args:
         logits: [R, vocabulary] float32, one row for each sequence that draws. Not changed.
         batch: the draws.
+        steps: how; plain PyTorch if None.
     """
-    values, token_ids = logits.max(dim=1)  # NaN is greater than all, so the maximum also tells which rows are broken
+    steps = steps or PLAIN_STEPS
+    values, token_ids = steps.best_tokens(logits)  # NaN is greater than all: this also tells which rows are broken
     is_broken = ~values.isfinite()[batch.rows]
     token_ids = token_ids[batch.rows]
     has_no_token = torch.zeros_like(is_broken)
     if batch.worked is not None:
         draws = batch.worked.draws
-        token_ids[draws], has_no_token[draws] = _work(logits, values, token_ids[draws], batch.rows[draws], batch.worked)
-    logprobs = _sampled_logprobs(logits, token_ids, batch)
+        token_ids[draws], has_no_token[draws] = steps.draw(
+            logits, values, token_ids[draws], batch.rows[draws], batch.worked
+        )
+    logprobs = _sampled_logprobs(logits, token_ids, batch, steps)
     return SamplerOutput(
         token_ids=token_ids,
         logprobs=None if logprobs is None else logprobs.logprobs,
@@ -91,13 +112,17 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     )
 
 
-def _work(logits: Tensor, best: Tensor, token_ids: Tensor, rows: Tensor, worked: WorkedDraws) -> tuple[Tensor, Tensor]:
-    """Tokens of the worked draws, and which have none to choose.
+def draw_worked(
+    logits: Tensor, best: Tensor, token_ids: Tensor, rows: Tensor, worked: WorkedDraws
+) -> tuple[Tensor, Tensor]:
+    """Tokens [W] int64 of the worked draws, and which of them [W] bool have none to choose.
 
     Args:
+        logits: [R, vocabulary] float32.
         best: [R] float32, the greatest logit of each row.
         token_ids: [W] int64, the token of that logit for each worked draw.
         rows: [W] int64, the row that each worked draw reads.
+        worked: their parameters.
     """
     has_no_token = torch.zeros_like(rows, dtype=torch.bool)
     if worked.adjusts_logits:
@@ -112,14 +137,16 @@ def _work(logits: Tensor, best: Tensor, token_ids: Tensor, rows: Tensor, worked:
     return token_ids, has_no_token
 
 
-def _sampled_logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -> LogprobsOutput | None:
+def _sampled_logprobs(
+    logits: Tensor, token_ids: Tensor, batch: SamplingBatch, steps: SamplerSteps
+) -> LogprobsOutput | None:
     """Logprobs of the drawn tokens, computed only for the draws that want them."""
     if batch.num_logprobs < 0:
         return None
     draws = batch.logprob_draws
     if draws is None:
-        return prompt_logprobs(logits[batch.rows], token_ids, batch.num_logprobs)
-    some = prompt_logprobs(logits[batch.rows[draws]], token_ids[draws], batch.num_logprobs)
+        return steps.logprobs(logits, batch.rows, token_ids, batch.num_logprobs)
+    some = steps.logprobs(logits, batch.rows[draws], token_ids[draws], batch.num_logprobs)
     shape = (len(token_ids), some.top_token_ids.shape[1])
     result = LogprobsOutput(
         logprobs=some.logprobs.new_full(shape[:1], math.nan),
@@ -132,18 +159,27 @@ def _sampled_logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -
     return result
 
 
-def prompt_logprobs(logits: Tensor, targets: Tensor, num_logprobs: int) -> LogprobsOutput:
-    """Raw logprobs of known tokens.
+def prompt_logprobs(
+    logits: Tensor, targets: Tensor, num_logprobs: int, steps: SamplerSteps | None = None
+) -> LogprobsOutput:
+    """Raw logprobs of known tokens, one a row of logits. Arguments as `logprobs_of_rows`."""
+    every_row = torch.arange(len(logits), device=logits.device)
+    return (steps or PLAIN_STEPS).logprobs(logits, every_row, targets, num_logprobs)
+
+
+def logprobs_of_rows(logits: Tensor, rows: Tensor, targets: Tensor, num_logprobs: int) -> LogprobsOutput:
+    """Raw logprobs of given tokens.
 
     Args:
-        logits: [T, vocabulary] float32.
-        targets: [T] int64, the token that each row is asked about.
+        logits: [R, vocabulary] float32.
+        rows: [T] int64, the row that each token is looked up in.
+        targets: [T] int64, the tokens.
         num_logprobs: alternatives, best first; the whole vocabulary if it has fewer.
     """
     num_rows = rows_per_piece(logits)
     k = min(num_logprobs, logits.shape[1])
-    pieces = zip(torch.split(logits, num_rows), torch.split(targets, num_rows), strict=True)
-    columns = zip(*(_logprobs_of_piece(*piece, k) for piece in pieces), strict=True)
+    pieces = zip(torch.split(rows, num_rows), torch.split(targets, num_rows), strict=True)
+    columns = zip(*(_logprobs_of_piece(logits[some], wanted, k) for some, wanted in pieces), strict=True)
     return LogprobsOutput(*(torch.cat(column) for column in columns))
 
 
@@ -152,3 +188,11 @@ def _logprobs_of_piece(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor,
     # Ordered by logits: rounding can make two logprobs equal whose logits are not.
     top_token_ids = top_tokens(logits, k)[1] if k > 0 else targets.new_zeros(len(targets), 0)
     return logprobs.gather(1, targets[:, None]).squeeze(1), top_token_ids, logprobs.gather(1, top_token_ids)
+
+
+def _best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, token_ids = logits.max(dim=1)
+    return values, token_ids
+
+
+PLAIN_STEPS = SamplerSteps(_best_tokens, draw_worked, logprobs_of_rows)

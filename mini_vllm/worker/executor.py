@@ -22,6 +22,7 @@ from mini_vllm.engine.scheduled_batch import ModelOutput, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.attention import AttentionBackend
 from mini_vllm.model.attention_backends import make_backend
+from mini_vllm.model.cpu_sampler import CPU_STEPS
 from mini_vllm.model.language_model import LanguageModel
 from mini_vllm.worker.memory import PoolPlan, plan_pool, slot_size
 from mini_vllm.worker.model_runner import ModelRunner
@@ -98,7 +99,8 @@ class InProcessExecutor:
         self._model.settle_context(plan.max_model_len)
         backend = self._make_backend(plan.block_size)
         backend.allocate(self._model.layer_specs, plan.num_blocks)
-        self._runner = ModelRunner(self._model, backend, table, self._device)
+        steps = CPU_STEPS if self._kernels else None
+        self._runner = ModelRunner(self._model, backend, table, self._device, steps)
 
     def _make_backend(self, block_size: int) -> AttentionBackend:
         config, layers = self._config, self._model.layer_specs

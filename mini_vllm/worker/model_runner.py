@@ -24,7 +24,7 @@ from mini_vllm.engine.scheduled_batch import ModelOutput, PromptLogprobsSpan, Sa
 from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.attention import AttentionBackend
 from mini_vllm.model.language_model import LanguageModel
-from mini_vllm.model.sampler import prompt_logprobs, sample
+from mini_vllm.model.sampler import SamplerSteps, prompt_logprobs, sample
 from mini_vllm.outputs import TokenLogprobs
 from mini_vllm.worker.model_inputs import ModelInputs, build_model_inputs
 from mini_vllm.worker.sampling_inputs import build_sampling_batch
@@ -41,15 +41,22 @@ class ModelRunner:
         backend: its cache allocated.
         table: the engine's arrays; read only.
         device: where the model lives.
+        sampler_steps: how the sampler works on whole rows; plain PyTorch if None.
     """
 
     def __init__(
-        self, model: LanguageModel, backend: AttentionBackend, table: SequenceTable, device: torch.device
+        self,
+        model: LanguageModel,
+        backend: AttentionBackend,
+        table: SequenceTable,
+        device: torch.device,
+        sampler_steps: SamplerSteps | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._table = table
         self._device = device
+        self._sampler_steps = sampler_steps
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -74,7 +81,7 @@ class ModelRunner:
         last_tokens = torch.tensor([inputs.query_starts[sequence + 1] - 1 for sequence in drawn_from])
         logits = self._model.logits(hidden[last_tokens.to(self._device)])
         sampling = build_sampling_batch(batch, row_of, self._table, logits.shape[1], self._device)
-        return collect_tokens(batch, self._table, sample(logits, sampling))
+        return collect_tokens(batch, self._table, sample(logits, sampling, self._sampler_steps))
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, span: PromptLogprobsSpan, inputs: ModelInputs, hidden: Tensor
@@ -86,6 +93,6 @@ class ModelRunner:
             end = min(begin + PROMPT_LOGPROB_ROWS, span.end)
             logits = self._model.logits(hidden[first_row + begin : first_row + end])
             targets = torch.from_numpy(self._table.token_ids[scheduled.row, begin + 1 : end + 1].astype("int64"))
-            result = prompt_logprobs(logits, targets.to(self._device), span.num_logprobs)
+            result = prompt_logprobs(logits, targets.to(self._device), span.num_logprobs, self._sampler_steps)
             entries += collect_logprobs(targets, result, span.num_logprobs)
         return entries

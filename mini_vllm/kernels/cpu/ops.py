@@ -97,6 +97,44 @@ def paged_attention(
     return output
 
 
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The greatest logit of each row and its first token. Twin: `Tensor.max(dim=1)`."""
+    values, token_ids = torch.ops.mini_vllm_cpu.best_tokens.default(logits)
+    return values, token_ids
+
+
+def draw_tokens(
+    logits: Tensor,
+    numbers: Tensor,
+    integers: Tensor,
+    grammar_mask: Tensor | None,
+    allowed: tuple[Tensor | None, Tensor | None],
+    forbidden: tuple[Tensor | None, Tensor | None],
+    bias: tuple[Tensor | None, Tensor | None, Tensor | None],
+    history: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Twin: `mini_vllm.model.sampler.draw_worked`.
+
+    Args:
+        logits: [R, vocabulary] float32.
+        numbers: [6, W] float32: temperature, top_p, min_p, repetition, presence and frequency penalty.
+        integers: [5, W] int64: row of the logits, top_k, seed, sample index, position.
+        grammar_mask: [W, words] int32.
+        allowed, forbidden: (draws, token ids), sorted by draw. bias: and what is added to the logits.
+        history: draws with penalties, sorted; their prompt tokens and output tokens, padded.
+    """
+    token_ids, has_no_token = torch.ops.mini_vllm_cpu.draw_tokens.default(
+        logits, numbers, integers, grammar_mask, *allowed, *forbidden, *bias, *history
+    )
+    return token_ids, has_no_token
+
+
+def logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin: `mini_vllm.model.sampler.logprobs_of_rows`; the fields of a `LogprobsOutput`."""
+    values, top_token_ids, top_values = torch.ops.mini_vllm_cpu.logprobs.default(logits, rows, targets, k)
+    return values, top_token_ids, top_values
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Heads are stored with zeros up to a multiple of sixteen lanes."""
     return -(-head_dim // 16) * 16

@@ -27,6 +27,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "vector.h"
@@ -76,14 +77,19 @@ struct AttentionArguments {
 // Stores the key and value of one token, all heads.
 template <class Element>
 void write_token(const AttentionArguments<Element>& a, int64_t token) {
+  constexpr int WIDTH = Step<Element>::WIDTH;
   const int64_t block = a.slot_mapping[token] / a.layout.block_size, offset = a.slot_mapping[token] % a.layout.block_size;
+  // From one step of a key to the next, and from one element of a value to the next.
+  const int64_t key_step = std::min<int64_t>(LANES, a.layout.block_size) * WIDTH;
+  const int64_t value_step = std::min<int64_t>(WIDTH, a.layout.block_size);
   for (int64_t head = 0; head < a.num_kv_heads; head++) {
     const Element* key = a.key + token * a.key_stride + head * a.head_dim;
     const Element* value = a.value + token * a.value_stride + head * a.head_dim;
-    Element *keys = a.head_of(a.key_cache, block, head), *values = a.head_of(a.value_cache, block, head);
+    Element* keys = a.head_of(a.key_cache, block, head) + a.layout.key(offset, 0);
+    Element* values = a.head_of(a.value_cache, block, head) + a.layout.value(offset, 0);
     for (int64_t d = 0; d < a.head_dim; d++) {
-      keys[a.layout.key(offset, d)] = key[d];
-      values[a.layout.value(offset, d)] = value[d];
+      keys[d / WIDTH * key_step + d % WIDTH] = key[d];
+      values[d * value_step] = value[d];
     }
   }
 }
@@ -159,14 +165,21 @@ Tile<Element> find_tile(const AttentionArguments<Element>& a, const AttentionTas
   return tile;
 }
 
-// scores[r][j] = query r . key j, not scaled yet.
+// scores[r][j] = query r . key j, not scaled yet. Step by step it asks for the same part of the tile that comes next:
+// blocks lie anywhere, so the processor cannot guess, and would wait for the memory at each of them.
 template <int ROWS, class Element>
-void multiply_keys(const Element* queries, const Tile<Element>& tile, int64_t width, float (*scores)[TILE]) {
+void multiply_keys(const Element* queries, const Tile<Element>& tile, const Tile<Element>& next, int64_t width,
+                   float (*scores)[TILE]) {
   using S = Step<Element>;
   Floats sums[ROWS][4] = {};
   const Element *k0 = tile.keys[0], *k1 = tile.keys[1], *k2 = tile.keys[2], *k3 = tile.keys[3];
   for (int64_t d = 0; d < width; d += S::WIDTH) {
     const typename S::Packed keys[4] = {S::load_packed(k0), S::load_packed(k1), S::load_packed(k2), S::load_packed(k3)};
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      __builtin_prefetch(next.keys[j] + d * LANES, 0, 2);
+      __builtin_prefetch(next.values[j] + d * LANES, 0, 2);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
       const auto spread = S::spread(queries + r * S::WIDTH);
@@ -251,10 +264,11 @@ void softmax_row(const AttentionArguments<Element>& a, const float* scores, int6
 
 // ROWS rows against one tile.
 template <int ROWS, class Element>
-void attend_block(const AttentionArguments<Element>& a, const Tile<Element>& tile, int64_t row, AttentionScratch<Element>& scratch) {
+void attend_block(const AttentionArguments<Element>& a, const Tile<Element>& tile, const Tile<Element>& next, int64_t row,
+                  AttentionScratch<Element>& scratch) {
   const int64_t width = a.layout.width;
   float scores[ROWS][TILE];
-  multiply_keys<ROWS>(scratch.queries.data() + row * width, tile, width, scores);
+  multiply_keys<ROWS>(scratch.queries.data() + row * width, tile, next, width, scores);
   for (int r = 0; r < ROWS; r++) softmax_row(a, scores[r], tile.start, row + r, ROWS, r, scratch);
   float* outputs = scratch.outputs.data() + row * width;
   const float* factors = scratch.factors.data() + row;
@@ -267,29 +281,39 @@ void attend_block(const AttentionArguments<Element>& a, const Tile<Element>& til
 }
 
 template <class Element>
-void attend_block(int rows, const AttentionArguments<Element>& a, const Tile<Element>& tile, int64_t row,
-                  AttentionScratch<Element>& scratch) {
+void attend_block(int rows, const AttentionArguments<Element>& a, const Tile<Element>& tile, const Tile<Element>& next,
+                  int64_t row, AttentionScratch<Element>& scratch) {
   switch (rows) {
-    case 1: return attend_block<1>(a, tile, row, scratch);
-    case 2: return attend_block<2>(a, tile, row, scratch);
-    case 3: return attend_block<3>(a, tile, row, scratch);
-    case 4: return attend_block<4>(a, tile, row, scratch);
-    case 5: return attend_block<5>(a, tile, row, scratch);
-    case 6: return attend_block<6>(a, tile, row, scratch);
+    case 1: return attend_block<1>(a, tile, next, row, scratch);
+    case 2: return attend_block<2>(a, tile, next, row, scratch);
+    case 3: return attend_block<3>(a, tile, next, row, scratch);
+    case 4: return attend_block<4>(a, tile, next, row, scratch);
+    case 5: return attend_block<5>(a, tile, next, row, scratch);
+    case 6: return attend_block<6>(a, tile, next, row, scratch);
   }
 }
 
-// One task, from queries to outputs.
+// The position of the first key that a task looks at, cut to a tile, and the one after its last.
 template <class Element>
-void attend(const AttentionArguments<Element>& a, const AttentionTask& task, AttentionScratch<Element>& scratch) {
+std::pair<int64_t, int64_t> keys_of(const AttentionArguments<Element>& a, const AttentionTask& task) {
+  // From a token's place in the step to its position in the sequence.
+  const int64_t shift = a.context_lens[task.sequence] - a.query_starts[task.sequence + 1];
+  const int64_t first = task.first_token + shift;
+  const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, first - a.window + 1) : 0;
+  return {oldest / TILE * TILE, first + task.tokens};
+}
+
+// One task, from queries to outputs. `next_task` is what this thread does afterwards, or null.
+template <class Element>
+void attend(const AttentionArguments<Element>& a, const AttentionTask& task, const AttentionTask* next_task,
+            AttentionScratch<Element>& scratch) {
   constexpr int WIDTH = Step<Element>::WIDTH;
   const int64_t width = a.layout.width, group = a.group(), rows = task.tokens * group;
   const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   const auto block_start = [&](int64_t block) { return rows * block / blocks; };
   const auto query_of = [&](int64_t row) { return task.first_token + row / group; };
   const auto head_of = [&](int64_t row) { return task.kv_head * group + row % group; };
-  const int64_t end_token = a.query_starts[task.sequence + 1], context = a.context_lens[task.sequence];
-  const int64_t shift = context - end_token;  // from a token's place in the step to its position in the sequence
+  const auto [first_key, end] = keys_of(a, task);
 
   scratch.queries.assign(rows * width, Element(0));
   scratch.outputs.assign(rows * width, 0.0f);
@@ -305,18 +329,26 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, Att
   for (int64_t block = 0; block < blocks; block++) {
     const int64_t begin = block_start(block), count = block_start(block + 1) - begin;
     for (int64_t row = begin; row < begin + count; row++) {
-      scratch.positions[row] = query_of(row) + shift;
+      scratch.positions[row] = end - task.tokens + row / group;
       const Element* query = a.query + query_of(row) * a.query_stride + head_of(row) * a.head_dim;
       Element* to = scratch.queries.data() + begin * width + (row - begin) * WIDTH;
-      for (int64_t d = 0; d < a.head_dim; d++) to[d / WIDTH * WIDTH * count + d % WIDTH] = query[d];
+      for (int64_t d = 0; d < a.head_dim; d++) to[d / WIDTH * (WIDTH * count) + d % WIDTH] = query[d];
     }
   }
-  const int64_t first = scratch.positions[0], end = scratch.positions[rows - 1] + 1;  // keys that any row sees: up to `end`
-  const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, first - a.window + 1) : 0;
-  for (int64_t start = oldest / TILE * TILE; start < end; start += TILE) {
-    const Tile<Element> tile = find_tile(a, task, start, end, scratch);
+  Tile<Element> tile = find_tile(a, task, first_key, end, scratch);
+  for (int64_t start = first_key; start < end; start += TILE) {
+    // Short blocks are copied together in one place, so their next tile cannot be looked at before this one is done.
+    Tile<Element> next = tile;
+    const bool is_last = start + TILE >= end, looks_ahead = a.layout.block_size >= LANES;
+    if (looks_ahead && !is_last) {
+      next = find_tile(a, task, start + TILE, end, scratch);
+    } else if (looks_ahead && next_task) {
+      const auto [next_start, next_end] = keys_of(a, *next_task);
+      next = find_tile(a, *next_task, next_start, next_end, scratch);
+    }
     for (int64_t block = 0; block < blocks; block++)
-      attend_block(int(block_start(block + 1) - block_start(block)), a, tile, block_start(block), scratch);
+      attend_block(int(block_start(block + 1) - block_start(block)), a, tile, next, block_start(block), scratch);
+    tile = looks_ahead || is_last ? next : find_tile(a, task, start + TILE, end, scratch);
   }
   for (int64_t row = 0; row < rows; row++) {
     Element* to = a.output + (query_of(row) * a.num_heads + head_of(row)) * a.head_dim;

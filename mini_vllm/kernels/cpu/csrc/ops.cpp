@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sampler.h"
 #include "vector.h"
 
 namespace mini_vllm {
@@ -196,7 +197,10 @@ void run_attention(const AttentionArguments<Element>& a, int64_t tokens, int64_t
   std::atomic<size_t> next{0};
   at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks.size()), 1, [&](int64_t, int64_t) {
     thread_local AttentionScratch<Element> scratch;
-    for (size_t i = next++; i < tasks.size(); i = next++) attend(a, tasks[i], scratch);
+    for (size_t i = next++, following; i < tasks.size(); i = following) {
+      following = next++;
+      attend(a, tasks[i], following < tasks.size() ? &tasks[following] : nullptr, scratch);
+    }
   });
 }
 
@@ -231,6 +235,94 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
   return output;
 }
 
+// ---- sampler -----------------------------------------------------------------------------------------------------
+
+void check_logits(const Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.is_contiguous(),
+              "logits must be [rows, vocabulary] float32 and contiguous");
+}
+
+std::tuple<Tensor, Tensor> best_tokens(const Tensor& logits) {
+  check_logits(logits);
+  Tensor values = at::empty({logits.size(0)}, logits.options());
+  Tensor token_ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  at::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const Candidate best = best_of(data_of<float>(logits) + row * logits.size(1), logits.size(1));
+      data_of<float>(values)[row] = best.value;
+      data_of<int64_t>(token_ids)[row] = best.token_id;
+    }
+  });
+  return {values, token_ids};
+}
+
+// The entries of one draw in lists that are sorted by draw.
+Pairs pairs_of(const OptionalTensor& draws, const OptionalTensor& token_ids, const OptionalTensor& values, int64_t draw) {
+  if (!draws) return {};
+  const int64_t* first = data_of<int64_t>(*draws);
+  const auto range = std::equal_range(first, first + draws->numel(), draw);
+  return {data_of<int64_t>(token_ids), data_of<float>(values), range.first - first, range.second - first};
+}
+
+// `numbers` [6, W]: temperature, top_p, min_p, repetition, presence and frequency penalty.
+// `integers` [5, W]: row of the logits, top_k, seed, sample index, position.
+std::tuple<Tensor, Tensor> draw_tokens(const Tensor& logits, const Tensor& numbers, const Tensor& integers,
+                                       const OptionalTensor& grammar_mask, const OptionalTensor& allowed_draws,
+                                       const OptionalTensor& allowed_token_ids, const OptionalTensor& forbidden_draws,
+                                       const OptionalTensor& forbidden_token_ids, const OptionalTensor& bias_draws,
+                                       const OptionalTensor& bias_token_ids, const OptionalTensor& bias_values,
+                                       const OptionalTensor& history_draws, const OptionalTensor& prompt,
+                                       const OptionalTensor& output) {
+  check_logits(logits);
+  const int64_t draws = integers.size(1), vocab_size = logits.size(1);
+  Tensor token_ids = at::empty({draws}, logits.options().dtype(at::kLong));
+  Tensor has_no_token = at::empty({draws}, logits.options().dtype(at::kBool));
+  const auto number = [&](int64_t field, int64_t draw) { return data_of<float>(numbers)[field * draws + draw]; };
+  const auto integer = [&](int64_t field, int64_t draw) { return data_of<int64_t>(integers)[field * draws + draw]; };
+  at::parallel_for(0, draws, 1, [&](int64_t begin, int64_t end) {
+    thread_local SamplerScratch scratch;
+    for (int64_t i = begin; i < end; i++) {
+      DrawArguments a{};
+      a.row = data_of<float>(logits) + integer(0, i) * vocab_size;
+      a.vocab_size = vocab_size;
+      a.temperature = number(0, i), a.top_p = number(1, i), a.min_p = number(2, i);
+      a.repetition = number(3, i), a.presence = number(4, i), a.frequency = number(5, i);
+      a.top_k = integer(1, i);
+      a.key = noise_key(integer(2, i), integer(3, i), integer(4, i));
+      a.allowed = pairs_of(allowed_draws, allowed_token_ids, {}, i);
+      a.forbidden = pairs_of(forbidden_draws, forbidden_token_ids, {}, i);
+      a.bias = pairs_of(bias_draws, bias_token_ids, bias_values, i);
+      if (grammar_mask) a.grammar_mask = data_of<int32_t>(*grammar_mask) + i * grammar_mask->size(1);
+      const Pairs place = pairs_of(history_draws, {}, {}, i);
+      if (place.begin < place.end) {
+        a.has_penalties = true;
+        a.prompt_size = prompt->size(1), a.output_size = output->size(1);
+        a.prompt = data_of<int64_t>(*prompt) + place.begin * a.prompt_size;
+        a.output = data_of<int64_t>(*output) + place.begin * a.output_size;
+      }
+      const Drawn drawn = draw(a, scratch);
+      data_of<int64_t>(token_ids)[i] = drawn.token_id;
+      data_of<bool>(has_no_token)[i] = drawn.has_no_token;
+    }
+  });
+  return {token_ids, has_no_token};
+}
+
+std::tuple<Tensor, Tensor, Tensor> logprobs(const Tensor& logits, const Tensor& rows, const Tensor& targets, int64_t k) {
+  check_logits(logits);
+  const int64_t count = rows.numel(), vocab_size = logits.size(1);
+  Tensor values = at::empty({count}, logits.options());
+  Tensor top_token_ids = at::empty({count, k}, logits.options().dtype(at::kLong)), top_values = at::empty({count, k}, logits.options());
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    thread_local SamplerScratch scratch;
+    for (int64_t i = begin; i < end; i++)
+      data_of<float>(values)[i] = logprobs_of(data_of<float>(logits) + data_of<int64_t>(rows)[i] * vocab_size, vocab_size,
+                                              data_of<int64_t>(targets)[i], k, data_of<int64_t>(top_token_ids) + i * k,
+                                              data_of<float>(top_values) + i * k, scratch);
+  });
+  return {values, top_token_ids, top_values};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(mini_vllm_cpu, library) {
@@ -247,6 +339,14 @@ TORCH_LIBRARY(mini_vllm_cpu, library) {
       "Tensor block_tables, Tensor query_starts, Tensor context_lens, Tensor slot_mapping, int block_size, "
       "float scale, float softcap, int window) -> Tensor",
       &paged_attention);
+  library.def("best_tokens(Tensor logits) -> (Tensor, Tensor)", &best_tokens);
+  library.def(
+      "draw_tokens(Tensor logits, Tensor numbers, Tensor integers, Tensor? grammar_mask, Tensor? allowed_draws, "
+      "Tensor? allowed_token_ids, Tensor? forbidden_draws, Tensor? forbidden_token_ids, Tensor? bias_draws, "
+      "Tensor? bias_token_ids, Tensor? bias_values, Tensor? history_draws, Tensor? prompt, Tensor? output) "
+      "-> (Tensor, Tensor)",
+      &draw_tokens);
+  library.def("logprobs(Tensor logits, Tensor rows, Tensor targets, int k) -> (Tensor, Tensor, Tensor)", &logprobs);
 }
 
 }  // namespace mini_vllm

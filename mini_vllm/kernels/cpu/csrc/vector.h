@@ -55,19 +55,37 @@ inline Floats fused_multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+inline bool any(Ints mask) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#else
+  int32_t found = 0;
+  for (int i = 0; i < LANES; i++) found |= mask[i];
+  return found != 0;
+#endif
+}
+
 inline float horizontal_max(Floats lanes) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)lanes);
+#else
   float best = lanes[0];
   for (int i = 1; i < LANES; i++) best = lanes[i] > best ? lanes[i] : best;
   return best;
+#endif
 }
 
 // The order of the additions is fixed (halves, quarters, ...), so the sum has the same bits everywhere.
 inline float horizontal_sum(Floats lanes) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)lanes);
+#else
   float values[LANES];
   store(values, lanes);
   for (int width = LANES / 2; width > 0; width /= 2)
     for (int i = 0; i < width; i++) values[i] += values[i + width];
   return values[0];
+#endif
 }
 
 // exp(x) to within 2 units in the last place. x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) is a polynomial (the
