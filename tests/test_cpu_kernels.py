@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_doubles import tiny_transformer
 from torch import Tensor
 from torch.nn import functional
 
@@ -253,6 +254,33 @@ def test_what_was_in_a_block_before_never_matters(block_size: int, dtype: torch.
     for cuts in ([70], [33, 34, 35, 70]):
         clean, poisoned = (attend(layer, tensors, cuts, block_size, poison) for poison in (False, True))
         assert torch.equal(clean, poisoned)
+
+
+# ---- a whole model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["recompute", "cpu"])
+def test_a_model_on_the_kernels_has_the_logits_of_the_plain_one(backend: str) -> None:
+    plain, fast = tiny_transformer(seed=5), tiny_transformer(seed=5)
+    use_cpu_kernels(fast)
+    token_ids = torch.tensor(list(b"what a model says does not depend on who multiplies"))
+    length = len(token_ids)
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, length], dtype=torch.int32),
+        context_lens=torch.tensor([length], dtype=torch.int32),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        slot_mapping=torch.arange(length),
+        max_query_len=length,
+        max_context_len=length,
+    )
+    logits = []
+    for model, name in ((plain, "recompute"), (fast, backend)):
+        attention = make_backend(name, "paged" if name == "cpu" else "none", 64, torch.float32, CPU)
+        attention.allocate(model.layer_specs, 1)
+        with torch.inference_mode():
+            logits.append(model.logits(model(token_ids, torch.arange(length), attention.begin(metadata))))
+    assert logits[0].std() > 1
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=1e-4)
 
 
 # ---- building and choosing -------------------------------------------------------------------------------------------

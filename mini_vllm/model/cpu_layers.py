@@ -8,6 +8,7 @@ the transformer stays as it is, and whatever has no twin runs as plain PyTorch b
     ApplyRotary        FastApplyRotary              in place
     SiluAndMul         FastSiluAndMul
     SiLU, GELU ...     FastActivation
+    DecoderLayer       FastDecoderLayer             of these pieces, where a layer is put together as in Llama
 
 What always holds: a twin gives a token the same bits in every batch. Against its reference it differs by the rounding
 of float32 sums.
@@ -18,15 +19,19 @@ In vLLM: `vllm/model_executor/layers/` (each layer's `forward_cpu`), `vllm/model
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mini_vllm.kernels.cpu import ops
 from mini_vllm.model.allocation import large_blocks_apart
+from mini_vllm.model.attention import StepAttention
+from mini_vllm.model.feed_forward import GatedMLP
 from mini_vllm.model.layers import Linear, RMSNorm, SiluAndMul, TiedHead
 from mini_vllm.model.onednn_linear import OneDnnHead, OneDnnLinear, prefers_onednn
 from mini_vllm.model.rotary import ApplyRotary
+from mini_vllm.model.transformer import DecoderLayer
 
 
 class PackedLinear(nn.Module):
@@ -95,6 +100,59 @@ class FastActivation(nn.Module):
         return ops.activate(x, self.name)
 
 
+class FastDecoderLayer(nn.Module):
+    """Twin of a `DecoderLayer` that is put together in the way of Llama: two calls beside attention instead of eleven.
+
+    Args:
+        twin: the layer, its parts swapped already; see `fits`.
+    """
+
+    def __init__(self, twin: Any) -> None:
+        super().__init__()
+        attention, mlp = twin.attention, twin.mlp
+        self.layer = attention.layer
+        self.split = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
+        input_norm, norm = twin.input_norm, twin.post_attention_norm
+        qkv, output, gate_up, down = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+        self.weights = ops.LayerWeights(
+            input_norm=input_norm.weight,
+            post_attention_norm=norm.weight,
+            eps=norm.eps,
+            qkv=qkv.packed,
+            qkv_bias=qkv.bias,
+            qkv_outputs=qkv.out_features,
+            rotated_heads=attention.num_heads + attention.num_kv_heads,
+            output=output.packed,
+            output_bias=output.bias,
+            gate_up=gate_up.packed,
+            gate_up_bias=gate_up.bias,
+            down=down.packed,
+            down_bias=down.bias,
+        )
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        """Whether a layer is of that kind: pre-norm, its projections packed, SwiGLU, nothing between."""
+        if type(layer) is not DecoderLayer or type(layer.mlp) is not GatedMLP:
+            return False
+        attention, mlp = layer.attention, layer.mlp
+        expected: list[tuple[nn.Module, type]] = [
+            *((norm, FastRMSNorm) for norm in (layer.input_norm, layer.post_attention_norm)),
+            *((linear, PackedLinear) for linear in (attention.qkv_proj, attention.o_proj)),
+            *((linear, PackedLinear) for linear in (mlp.gate_up_proj, mlp.down_proj)),
+            *((nothing, nn.Identity) for nothing in (attention.q_norm, attention.k_norm)),
+            *((nothing, nn.Identity) for nothing in (layer.attention_output, layer.mlp_output)),
+            (attention.apply_rotary, FastApplyRotary),
+            (mlp.activation, FastSiluAndMul),
+        ]
+        return all(type(module) is kind for module, kind in expected)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
+        heads = ops.before_attention(hidden, self.weights, cos, sin)
+        attended = attention(self.layer, *torch.split(heads, self.split, dim=1))
+        return ops.after_attention(attended.flatten(start_dim=1), hidden, self.weights)
+
+
 def use_cpu_kernels(model: nn.Module) -> None:
     """Swap every module that has a twin, anywhere in the tree. The weights that were packed are let go.
 
@@ -108,10 +166,11 @@ def use_cpu_kernels(model: nn.Module) -> None:
 def _swap_children(model: nn.Module) -> None:
     for name, child in list(model.named_children()):
         twin = _twin_of(name, child)
+        if twin is None:
+            _swap_children(child)
+            twin = FastDecoderLayer(child) if FastDecoderLayer.fits(child) else None
         if twin is not None:
             setattr(model, name, twin)
-        else:
-            _swap_children(child)
 
 
 def _twin_of(name: str, module: nn.Module) -> nn.Module | None:

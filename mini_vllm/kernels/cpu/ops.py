@@ -8,6 +8,7 @@ it has the same bits in every batch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -95,6 +96,63 @@ def paged_attention(
         block_size, scale, softcap or 0.0, window or 0,
     )  # fmt: skip
     return output
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A decoder layer in the way of Llama: norm, projections and feed-forward network, matrices from `pack_linear`.
+
+    Args:
+        input_norm, post_attention_norm: [hidden]. eps: of both.
+        qkv, output, gate_up, down: packed. The biases are None where there are none.
+        qkv_outputs: rows of the query, key and value projection.
+        rotated_heads: query and key heads, which come first in it.
+    """
+
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    eps: float
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qkv_outputs: int
+    rotated_heads: int
+    output: Tensor
+    output_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def before_attention(hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rms_norm`, `linear` and `rotate_` in a row: [T, hidden] -> heads [T, query + key + value heads, head_dim].
+
+    Args:
+        hidden: what the layer was given.
+        weights: of the layer.
+        cos, sin: [T, 1, head_dim / 2].
+    """
+    w = weights
+    heads: Tensor = torch.ops.mini_vllm_cpu.before_attention.default(
+        hidden, w.input_norm, w.eps, w.qkv, w.qkv_bias, w.qkv_outputs, w.rotated_heads, cos, sin
+    )
+    return heads
+
+
+def after_attention(attended: Tensor, hidden: Tensor, weights: LayerWeights) -> Tensor:
+    """The rest of a layer: h = hidden + output(attended), then h + down(silu_and_mul(gate_up(rms_norm(h)))).
+
+    Args:
+        attended: [T, heads * head_dim].
+        hidden: [T, hidden], what the layer was given.
+        weights: of the layer.
+    """
+    w = weights
+    result: Tensor = torch.ops.mini_vllm_cpu.after_attention.default(
+        *(attended, hidden, w.output, w.output_bias, w.post_attention_norm, w.eps),
+        *(w.gate_up, w.gate_up_bias, w.down, w.down_bias),
+    )
+    return result
 
 
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
