@@ -21,6 +21,7 @@ from mini_vllm.benchmark.ladder import bench_ladder, ladder_table, rungs
 from mini_vllm.benchmark.ladder_plot import plot_ladder
 from mini_vllm.benchmark.latency import bench_latency, latency_table
 from mini_vllm.benchmark.options import LadderOptions, LatencyOptions
+from mini_vllm.benchmark.progress import BarProgress, Named, open_progress
 from mini_vllm.benchmark.records import BenchmarkError, RequestRecord, RunRecord
 from mini_vllm.benchmark.report import Spread, percentiles, write_json
 from mini_vllm.benchmark.runner import Bench, PartsLoader, open_bench, run_workload
@@ -166,6 +167,43 @@ def test_every_run_begins_with_an_empty_prefix_cache() -> None:
     bench, _ = slow_bench()
     runs = measure(bench, workload_of((40, 2)), repeats=2)
     assert [run.num_cached_tokens for run in runs] == [0, 0]
+
+
+class Told:
+    """A progress that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[Any]] = []
+
+    def begin(self, title: str, total: int) -> None:
+        self.runs.append([title, total, 0])
+
+    def advance(self, count: int) -> None:
+        self.runs[-1][2] += count
+
+
+def test_the_progress_is_told_of_every_token_of_every_run() -> None:
+    told, clock = Told(), Clock()
+    bench = open_bench(EngineConfig(num_kv_blocks=64), slow_parts(clock), clock, Named(told, "rung 1"))
+    measure(bench, workload_of((3, 4), (5, 2)), repeats=2)
+    assert told.runs == [["rung 1, warm-up", 6, 6], ["rung 1, run 1 of 2", 6, 6], ["rung 1, run 2 of 2", 6, 6]]
+
+
+def test_the_bar_starts_anew_with_each_run() -> None:
+    with open_progress(is_shown=True) as progress:
+        assert isinstance(progress, BarProgress)
+        for title, total in (("one", 5), ("two", 7)):
+            progress.begin(title, total)
+            progress.advance(3)
+            (task,) = progress._bar.tasks
+            assert (task.description, task.completed, task.total) == (title, 3, total)
+
+
+def test_nothing_is_drawn_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_progress(is_shown=False) as progress:
+        progress.begin("one", 5)
+        progress.advance(3)
+    assert capsys.readouterr().err == ""
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
