@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import pytest
-from api_helpers import Served, Streamed, serving
+from api_helpers import Served, Streamed, serving, until
 from engine_doubles import ScriptedModel, byte_tokenizer, tiny_transformer
 from engine_doubles import says as script
 
@@ -210,3 +211,20 @@ def test_reasoning_is_shown_apart() -> None:
         assert thought == message["reasoning_content"] and streamed.text() == ""
         formed = thinker.chat("hi", **says("noon"))["choices"][0]["message"]
         assert formed["content"] == "noon" and "reasoning_content" not in formed
+
+
+def test_a_form_that_compiles_for_seconds_holds_nobody_up(served: Served) -> None:
+    patterns = [{"type": "string", "pattern": f"(a|b)*c{{{count}}}.*"} for count in range(1, 30)]
+    slow = {"prompt": "x", "structured_outputs": {"json": {"allOf": patterns}}}
+    with ThreadPoolExecutor(3) as clients:
+        refused = [clients.submit(served.post, "/v1/completions", {**slow, "seed": seed}) for seed in range(3)]
+        until(lambda: grammar_trial_is_busy(served), "the trial")
+        assert served.complete("ab", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert not any(one.done() for one in refused)
+        for one in refused:
+            response = one.result()
+            assert response.status_code == 400 and "to compile" in response.json()["error"]["message"]
+
+
+def grammar_trial_is_busy(served: Served) -> bool:
+    return served.engine._input_processor._grammars._trial_lock.locked()

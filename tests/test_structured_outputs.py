@@ -331,6 +331,16 @@ def test_a_form_that_takes_too_long_to_compile_is_refused_in_time_and_remembered
     assert one.compile(StructuredOutputsParams(regex="a+b")).new_state().error is None  # the compiler lives on
 
 
+def test_a_trial_whose_process_is_gone_begins_another() -> None:
+    one = compiler()
+    one.compile(StructuredOutputsParams(regex="a+"))
+    trial = one._trial
+    assert trial is not None and trial._process is not None
+    trial._process.kill()
+    trial._process.wait()
+    assert one.compile(StructuredOutputsParams(regex="b+")).new_state().error is None
+
+
 @pytest.mark.parametrize(
     "keyword",
     [

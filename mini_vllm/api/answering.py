@@ -87,7 +87,7 @@ async def answer_request(
 
     with ExitStack() as place:
         place.enter_context(lifecycle.admitted(len(prompts) * params.n))
-        requests, texts = await engine.in_tokenizer_thread(prepare)
+        requests, texts = await engine.in_tokenizer_thread(prepare, compiles=params.structured_outputs is not None)
         generation = Generation(answer_id, engine, requests, log, lifecycle, shows_tokens=body.shows_tokens)
         writer = make_writer(generation, texts)
         if body.stream:

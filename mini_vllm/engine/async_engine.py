@@ -63,6 +63,8 @@ class AsyncLLMEngine:
         self.engine = engine
         self._on_outputs = on_outputs
         self._tokenizers = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="mini-vllm-tokenizer")
+        # Compiling a form may take seconds; those who ask for none do not wait for those who do.
+        self._compilers = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="mini-vllm-grammar")
         self._changed = threading.Condition()  # guards the four fields below
         self._additions: deque[tuple[Request, _Stream]] = deque()
         self._aborts: deque[str] = deque()
@@ -130,18 +132,22 @@ class AsyncLLMEngine:
                 priority=priority,
                 cache_salt=cache_salt,
                 template_options=template_options,
-            )
+            ),
+            compiles=sampling_params.structured_outputs is not None,
         )
 
-    async def in_tokenizer_thread(self, work: Callable[[], _Result]) -> _Result:
+    async def in_tokenizer_thread(self, work: Callable[[], _Result], *, compiles: bool = False) -> _Result:
         """Run something that takes long on long texts, and touches no state, away from the event loop.
+
+        Args:
+            compiles: it may compile a form as well, and then goes to threads of its own.
 
         Raises:
             EngineDeadError: the engine has stopped.
         """
         self.check_health()
         try:
-            result = asyncio.get_running_loop().run_in_executor(self._tokenizers, work)
+            result = asyncio.get_running_loop().run_in_executor(self._compilers if compiles else self._tokenizers, work)
         except RuntimeError as error:  # the threads are gone: `shutdown` did not wait for the engine's own
             raise EngineDeadError("the engine has been shut down") from error
         return await result
@@ -219,7 +225,8 @@ class AsyncLLMEngine:
             self._stopping = True
             self._changed.notify()
         self._thread.join(timeout)
-        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._tokenizers, self._compilers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- the engine's thread ----------------------------------------------------------------------------------
 

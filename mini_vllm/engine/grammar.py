@@ -127,6 +127,7 @@ class GrammarCompiler:
             self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._trie: LLTokenizer | None = None
         self._trial: GrammarTrial | None = None
+        self._trial_lock = threading.Lock()
         self._trie_lock = threading.Lock()
         self._cache: OrderedDict[Form, CompiledGrammar] = OrderedDict()
         self._refused: OrderedDict[Form, str] = OrderedDict()  # forms that failed their trial, and why
@@ -167,15 +168,13 @@ class GrammarCompiler:
 
     def _try(self, form: Form, source: str) -> None:
         """Refuse a form that does not compile, or not in time; what was refused is remembered."""
-        with self._cache_lock:
-            reason = self._refused.get(form)
-        if reason is None:
-            reason = self._trial_process().run(source)
-        if reason is not None:
-            with self._cache_lock:
+        with self._trial_lock:  # whoever waits here with the same form finds it refused
+            reason = self._refused.get(form) or self._trial_process().run(source)
+            if reason is not None:
                 self._refused[form] = reason
                 if len(self._refused) > CACHED_GRAMMARS:
                     self._refused.popitem(last=False)
+        if reason is not None:
             raise refuse(_reason(reason), form.origin)
 
     def _vocabulary(self) -> LLTokenizer:
@@ -189,10 +188,9 @@ class GrammarCompiler:
             return self._trie
 
     def _trial_process(self) -> GrammarTrial:
-        with self._trie_lock:
-            if self._trial is None:
-                self._trial = GrammarTrial(self._bytes())
-            return self._trial
+        if self._trial is None:
+            self._trial = GrammarTrial(self._bytes())
+        return self._trial
 
     def _bytes(self) -> VocabularyBytes:
         special = self._tokenizer.special_token_ids.union(self._eos_token_ids)

@@ -82,11 +82,10 @@ def limits() -> LLParserLimits:
 
 
 class GrammarTrial:
-    """The other process, started when it is needed first. Threads may use it; one trial runs at a time."""
+    """The other process, started when it is needed first. For one thread at a time."""
 
     def __init__(self, vocabulary: VocabularyBytes) -> None:
         self._vocabulary = vocabulary
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: queue.Queue[bytes] = queue.Queue()
 
@@ -102,18 +101,19 @@ class GrammarTrial:
         Raises:
             RuntimeError: the other process does not start.
         """
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            if not self._send(source):
-                return self._end("the compiler failed on it")
-            try:
-                answer = self._answers.get(timeout=COMPILE_SECONDS)
-            except queue.Empty:
-                return self._end(TOO_SLOW)
-            if not answer:
-                return self._end("the compiler failed on it, or it takes too much memory")
-            return pickle.loads(answer) or None
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        if not self._send(source):  # it ended a moment ago
+            self._end("")
+            self._start()
+            self._send(source)
+        try:
+            answer = self._answers.get(timeout=COMPILE_SECONDS)
+        except queue.Empty:
+            return self._end(TOO_SLOW)
+        if not answer:
+            return self._end("the compiler failed on it, or it takes too much memory")
+        return pickle.loads(answer) or None
 
     def _start(self) -> None:
         program = _PROGRAM.format(root=str(Path(__file__).parents[2]))
