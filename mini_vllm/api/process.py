@@ -12,6 +12,7 @@ In vLLM: `vllm/entrypoints/launcher.py`.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -33,6 +34,7 @@ from mini_vllm.errors import InvalidConfigError, MiniVLLMError
 logger = logging.getLogger(__name__)
 
 LAST_WORDS = 5.0  # seconds that requests cut at the end get to send what they have
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -50,6 +52,7 @@ def run_server(config: ServerConfig, load: Callable[[], LLMEngine]) -> int:
         MiniVLLMError: the model could not be loaded, or the address is taken.
     """
     set_up_logging(config.log_format)
+    _keep_memory_together()
     lifecycle = Lifecycle(config, load)
     options = uvicorn.Config(
         create_app(lifecycle),
@@ -75,6 +78,17 @@ def run_server(config: ServerConfig, load: Callable[[], LLMEngine]) -> int:
         logger.error("the server has failed", exc_info=lifecycle.failure)
         return 1
     return 0
+
+
+def _keep_memory_together() -> None:
+    """Have glibc use two heaps, not eight a core: each thread's has gaps that no other thread fills.
+
+    Under a mixture of requests (`tests/soak`) resident memory then stays flat after some minutes.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+        if mallopt is not None:
+            mallopt(_M_ARENA_MAX, 2)
 
 
 def _listening_socket(options: uvicorn.Config) -> socket:

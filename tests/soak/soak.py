@@ -140,7 +140,8 @@ class Soak:
         async with httpx.AsyncClient(base_url=self._url, transport=transport, timeout=ANSWER_LIMIT) as self._http:
             await self._metrics()  # the first answers open what stays open
             self._known = await self._known_answers()
-            before, files, threads = await self._metrics(), open_files(self._pid), 0
+            before, sockets = await self._metrics(), num_sockets(self._pid)
+            threads = pipes = 0  # libraries open some of both at their first use
             rss: list[tuple[float, float]] = []
             start = time.monotonic()
             end = start + self._seconds
@@ -150,6 +151,7 @@ class Soak:
                 rss.append((time.monotonic() - start, resident_mib(self._pid)))
                 if rss[-1][0] < WARM_UP * self._seconds:
                     threads = max(threads, num_threads(self._pid))
+                    pipes = max(pipes, num_files_that_are_no_sockets(self._pid))
             await asyncio.gather(*clients)
             seen, problems = self._seen, self._seen.problems
             await self._until_quiet()
@@ -158,9 +160,11 @@ class Soak:
             problems += await self._polite_phase()
             problems += await self._every_place_is_there()
             await self._until_quiet()
-            await self._until_closed(files)
-            if len(open_files(self._pid)) > len(files):
-                problems.append(f"open files: {open_files(self._pid)}, at the start {files}")
+            await self._until_closed(sockets)
+            if num_sockets(self._pid) > sockets:
+                problems.append(f"{num_sockets(self._pid)} open sockets, {sockets} at the start")
+            if num_files_that_are_no_sockets(self._pid) > pipes:
+                problems.append(f"open files: {open_files(self._pid)}, {pipes} of them after the warm-up")
             if num_threads(self._pid) > threads:
                 problems.append(f"{num_threads(self._pid)} threads, {threads} after the warm-up")
             growth = memory_growth(rss, self._seconds)
@@ -271,10 +275,10 @@ class Soak:
             await asyncio.sleep(0.02)
         await self._ask_known(*self._known[0])
 
-    async def _until_closed(self, files: list[str]) -> None:
+    async def _until_closed(self, sockets: int) -> None:
         """A connection is closed a moment after its client has gone."""
         for _ in range(100):
-            if len(open_files(self._pid)) <= len(files):
+            if num_sockets(self._pid) <= sockets:
                 return
             await asyncio.sleep(0.05)
 
@@ -324,6 +328,14 @@ def open_files(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             names.append(os.readlink(f"/proc/{pid}/fd/{number}").split("[")[0])
     return sorted(names)
+
+
+def num_sockets(pid: int) -> int:
+    return open_files(pid).count("socket:")
+
+
+def num_files_that_are_no_sockets(pid: int) -> int:
+    return len(open_files(pid)) - num_sockets(pid)
 
 
 def memory_growth(rss: list[tuple[float, float]], seconds: float) -> float:
