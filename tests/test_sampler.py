@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mini_vllm.model import sampler, sampling_draw, sampling_pieces
 from mini_vllm.model.sampler import prompt_logprobs, sample
-from mini_vllm.model.sampling_adjustments import adjust, apply_bitmask, unpack_bitmask
+from mini_vllm.model.sampling_adjustments import adjust, apply_bitmask, best_allowed, unpack_bitmask
 from mini_vllm.model.sampling_batch import group_draws
 from mini_vllm.model.sampling_order import top_tokens
 
@@ -462,3 +462,21 @@ def test_a_bitmask_leaves_exactly_the_tokens_whose_bits_are_set(vocab_size: int,
     expected = torch.where(torch.from_numpy(is_allowed), logits, -torch.inf)
     apply_bitmask(logits, mask)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_greedy_draws_under_a_mask_alone_are_the_maximum_of_the_masked_row(share: float) -> None:
+    generator = np.random.default_rng(1)
+    is_allowed = generator.random((6, 320)) < share
+    mask = torch.from_numpy(np.packbits(is_allowed, axis=1, bitorder="little").view(np.int32))
+    logits = torch.randn(4, 320, generator=torch.Generator().manual_seed(0))
+    logits[1, :] = -torch.inf
+    logits[2, 7] = logits[2, 9] = 50.0  # a tie
+    rows = torch.tensor([0, 1, 2, 2, 3, 0])
+    before = logits.clone()
+    token_ids, has_no_token = best_allowed(logits, rows, logits.argmax(dim=1)[rows], mask)
+    masked = logits[rows].masked_fill(~torch.from_numpy(is_allowed), -torch.inf)
+    values, expected = masked.max(dim=1)
+    assert torch.equal(has_no_token, values == -torch.inf)
+    assert torch.equal(token_ids[~has_no_token], expected[~has_no_token])
+    assert torch.equal(logits, before)

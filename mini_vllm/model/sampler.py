@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mini_vllm.model.sampling_adjustments import adjust
+from mini_vllm.model.sampling_adjustments import adjust, best_allowed
 from mini_vllm.model.sampling_batch import SamplingBatch, WorkedDraws
 from mini_vllm.model.sampling_draw import draw_tokens
 from mini_vllm.model.sampling_order import top_tokens
@@ -125,6 +125,8 @@ def draw_worked(
         worked: their parameters.
     """
     has_no_token = torch.zeros_like(rows, dtype=torch.bool)
+    if worked.is_only_masked and worked.grammar_mask is not None and logits.device.type == "cpu":
+        return best_allowed(logits, rows, token_ids, worked.grammar_mask)
     if worked.adjusts_logits:
         # Each draw gets a copy of its row to change, and from here on reads that one.
         logits = adjust(logits[rows], worked)

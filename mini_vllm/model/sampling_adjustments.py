@@ -74,6 +74,31 @@ def _apply_on_cpu(rows: npt.NDArray[np.float32], mask: npt.NDArray[np.int32]) ->
             row[allowed] = kept
 
 
+def best_allowed(logits: Tensor, rows: Tensor, token_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy draws under nothing but a mask, on the CPU: no row is copied or filled. Twin: `adjust`, then the maximum.
+
+    Args:
+        logits: [R, vocabulary] float32, not changed.
+        rows: [W] int64, the row that each draw reads.
+        token_ids: [W] int64, the best token of that row, allowed or not.
+        mask: [W, ceil(vocabulary / 32)] int32, least significant bit first.
+
+    Returns:
+        token_ids [W] int64; has_no_token [W] bool, where none is left.
+    """
+    values, words = logits.numpy(), mask.numpy()
+    best, has_no_token = token_ids.clone(), torch.zeros_like(rows, dtype=torch.bool)
+    for draw, (row, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
+        if words[draw, token_id // 32] >> (token_id % 32) & 1 and values[row, token_id] > -math.inf:
+            continue  # the model wants what it may have
+        bits = np.unpackbits(words[draw].view(np.uint8), count=logits.shape[1], bitorder="little")
+        allowed = np.flatnonzero(bits)
+        place = values[row, allowed].argmax() if len(allowed) else 0
+        has_no_token[draw] = not len(allowed) or bool(values[row, allowed[place]] == -math.inf)
+        best[draw] = int(allowed[place]) if len(allowed) else token_id
+    return best, has_no_token
+
+
 def _keep_only(logits: Tensor, allowed: TokenPairs) -> None:
     draws = torch.unique(allowed.draws)
     kept = torch.full_like(logits[draws], -math.inf)

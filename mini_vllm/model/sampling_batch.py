@@ -134,6 +134,12 @@ class WorkedDraws:
     grammar_mask: Tensor | None = None
 
     @property
+    def is_only_masked(self) -> bool:
+        """Whether all draws are greedy, and nothing but a grammar holds them back."""
+        others = (self.history, self.allowed, self.forbidden, self.bias)
+        return self.grammar_mask is not None and not self.groups and all(part is None for part in others)
+
+    @property
     def adjusts_logits(self) -> bool:
         """Whether any draw has masks, bias or penalties."""
         parts = (self.history, self.allowed, self.forbidden, self.bias, self.grammar_mask)
