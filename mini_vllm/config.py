@@ -92,7 +92,7 @@ class EngineConfig:
         generation_config: `auto` takes sampling defaults from the model's generation_config.json, `none` does not.
         chat_template: path of a Jinja file that replaces the model's own chat template.
         seed: fixes the seeds of requests that bring none; None draws each from the operating system.
-        threads: CPU threads for the model; None lets PyTorch decide.
+        threads: CPU threads for the model; None takes the cores at hand, or what a container's quota leaves of them.
         trace: write what the engine does to this file, as a timeline that Perfetto opens (https://ui.perfetto.dev).
         debug_checks: check every invariant of the block manager at each step (slow; on in tests).
     """

@@ -24,6 +24,7 @@ from mini_vllm.kernels.cpu import build, ops
 from mini_vllm.model.attention import AttentionLayerSpec, AttentionMetadata
 from mini_vllm.model.attention_backends import make_backend
 from mini_vllm.model.cpu_layers import FastApplyRotary, FastRMSNorm, PackedHead, PackedLinear, use_cpu_kernels
+from mini_vllm.model.exactness import is_exact
 from mini_vllm.model.layers import Linear, RMSNorm, SiluAndMul
 from mini_vllm.model.onednn_linear import OneDnnHead, OneDnnLinear
 from mini_vllm.model.rotary import ApplyRotary
@@ -281,6 +282,15 @@ def test_a_model_on_the_kernels_has_the_logits_of_the_plain_one(backend: str) ->
             logits.append(model.logits(model(token_ids, torch.arange(length), attention.begin(metadata))))
     assert logits[0].std() > 1
     torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_doctors_trial_finds_this_processor_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_exact(dtype)
+    # A layer that looks at how many rows there are is found out.
+    honest = ops.rms_norm
+    monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps: honest(x, weight, eps) * (1 + 0.01 * (len(x) == 80)))
+    assert not is_exact(dtype)
 
 
 # ---- building and choosing -------------------------------------------------------------------------------------------

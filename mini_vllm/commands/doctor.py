@@ -12,7 +12,7 @@ import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import typer
 
@@ -21,6 +21,9 @@ from mini_vllm.commands.pull import format_bytes
 from mini_vllm.commands.terminal import print_error
 from mini_vllm.config import DEFAULT_MODEL, EngineConfig
 from mini_vllm.store.model_store import KNOWN_MODELS, home, list_models
+
+if TYPE_CHECKING:
+    import torch
 
 Rows: TypeAlias = list[tuple[str, str]]
 
@@ -145,13 +148,45 @@ def _plan(problems: list[str]) -> Rows:
     config = EngineConfig()
     device = resolve_device("auto")
     choice = resolve_dtype(config.dtype, device)
-    backend = make_backend(config.attention_backend, config.cache, config.block_size, choice.dtype, device)
+    kernels, is_used = _kernels(choice.dtype, device)
+    backend = make_backend(
+        config.attention_backend, config.cache, config.block_size, choice.dtype, device, kernels=is_used
+    )
     square = torch.ones(64, 64, dtype=choice.dtype, device=device)
     if not torch.equal(square @ square, square * 64):
         problems.append(f"a product of two matrices of ones in {choice.dtype} on {device} came out wrong")
     return [
         ("device", f"{device} ({'the first GPU' if device.type == 'cuda' else 'there is no GPU'})"),
         ("dtype", f"{str(choice.dtype).removeprefix('torch.')} ({choice.reason})"),
+        *kernels,
         ("attention", f"{type(backend).__name__} (cache={config.cache}, blocks of {config.block_size} tokens)"),
         ("keys and values", f"{config.kv_cache_memory_fraction:.0%} of the memory that is free after loading"),
     ]
+
+
+def _kernels(dtype: torch.dtype, device: torch.device) -> tuple[Rows, bool]:
+    """What is to be said of the C++ kernels, and whether they would be used. Nothing is built here."""
+    import torch
+
+    from mini_vllm.errors import KernelBuildError
+    from mini_vllm.kernels.cpu.build import find_compiler, kernels_are_built, load_kernels
+    from mini_vllm.model.exactness import is_exact
+    from mini_vllm.model.onednn_linear import prefers_onednn
+
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return [("kernels", f"none for {dtype} on {device}")], False
+    try:
+        if not kernels_are_built(home()):
+            return [("kernels", f"built at the first start, with {find_compiler()}: about half a minute, once")], False
+        load_kernels(home())
+    except KernelBuildError as error:
+        return [("kernels", f"plain PyTorch: {error}")], False
+    linear = "oneDNN" if dtype == torch.bfloat16 and prefers_onednn() else "C++"
+    exact = [
+        f"{str(one).removeprefix('torch.')} {'yes' if is_exact(one) else 'NO'}"
+        for one in (torch.float32, torch.bfloat16)
+    ]
+    return [
+        ("kernels", f"C++ for attention, norms and sampling, {linear} for linear layers"),
+        ("exact to the bit", f"{', '.join(exact)} (the same answer alone and in any batch)"),
+    ], True

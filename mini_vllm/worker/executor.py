@@ -26,6 +26,7 @@ from mini_vllm.model.cpu_sampler import CPU_STEPS
 from mini_vllm.model.language_model import LanguageModel
 from mini_vllm.worker.memory import PoolPlan, plan_pool, slot_size
 from mini_vllm.worker.model_runner import ModelRunner
+from mini_vllm.worker.threads import settle_threads
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ class InProcessExecutor:
         device: torch.device,
         kernels: bool = False,
     ) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        settle_threads(config.threads)
         self._kernels = kernels
         self._config = config
         self._model = model

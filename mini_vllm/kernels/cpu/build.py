@@ -67,6 +67,11 @@ def load_kernels(home: Path) -> None:
         ) from error
 
 
+def kernels_are_built(home: Path) -> bool:
+    """Whether this machine has a library for these sources, so that loading takes milliseconds."""
+    return (home / "kernels" / _key() / LIBRARY).exists()
+
+
 def kernels_are_loaded() -> bool:
     """Whether this process has the operators already. They are registered once and stay."""
     return hasattr(torch.ops.mini_vllm_cpu, "paged_attention")
@@ -97,14 +102,24 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def _build(folder: Path) -> None:
-    # Imported late: this module of PyTorch loads slowly, and only a build needs it.
-    from torch.utils.cpp_extension import include_paths, library_paths
+def find_compiler() -> str:
+    """The path of the C++ compiler: `CXX`, else `c++`.
 
+    Raises:
+        KernelBuildError: there is none.
+    """
     wanted = os.environ.get("CXX", "c++")
     compiler = shutil.which(wanted)
     if compiler is None:
         raise KernelBuildError(f"there is no C++ compiler ({wanted}); install g++ or set CXX to yours")
+    return compiler
+
+
+def _build(folder: Path) -> None:
+    # Imported late: this module of PyTorch loads slowly, and only a build needs it.
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    compiler = find_compiler()
     logger.warning("building the fast kernels for this processor, once: about half a minute")
     started = time.monotonic()
     with atomic_directory(folder) as unfinished:
