@@ -94,6 +94,7 @@ def test_calls(parser: str, text: str, parts: list[str | ParsedCall]) -> None:
         ("hermes", '<tool_call>{"name": "find", "arguments": {"q": 1e999}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", "<tool_call>" + "[" * 50_000 + "</tool_call>"),
+        ("hermes", '<tool_call>{"name": "find", "arguments": {"q": ' + "[" * 950 + "]" * 950 + "}}</tool_call>"),
         ("hermes", "less < than <tool and <tool_call"),
         ("hermes", ""),
         ("llama3_json", '{"a": 1}'),
@@ -118,7 +119,7 @@ def test_calls(parser: str, text: str, parts: list[str | ParsedCall]) -> None:
         ("pythonic", "Sure: [find()]"),
         ("pythonic", "[]"),
     ],
-    ids=range(32),
+    ids=range(33),
 )
 def test_what_is_no_call_stays_text(parser: str, text: str) -> None:
     assert read(parser, text) == [text] * bool(text)

@@ -77,7 +77,8 @@ class MessageReader:
             return MessagePart(split.reasoning, split.content)
         parts = self._tools.push(split.content)
         if is_last and self._is_forced:
-            parts += self._cut_calls(self._tools.unfinished, has_others=self.num_calls > 0 or bool(parts))
+            has_others = self.num_calls > 0 or any(isinstance(part, ParsedCall) for part in parts)
+            parts += self._cut_calls(self._tools.unfinished, has_others=has_others)
         elif is_last:
             parts += self._tools.finish()
         content = "".join(self._text_of(part) for part in parts)

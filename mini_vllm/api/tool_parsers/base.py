@@ -113,7 +113,7 @@ class ToolParser(ABC):
         try:
             clean = without_lone_surrogates(arguments)
             return ParsedCall(name, json.dumps(clean, ensure_ascii=False, allow_nan=False, default=_refuse))
-        except ValueError:  # a number without end, which Python reads and JSON has not
+        except (ValueError, RecursionError):  # a number without end, which Python reads and JSON has not; deep nesting
             return None
 
     def _calls(self, values: Any) -> list[ParsedCall] | None:
