@@ -111,7 +111,6 @@ class FastDecoderLayer(nn.Module):
         super().__init__()
         attention, mlp = twin.attention, twin.mlp
         self.layer = attention.layer
-        self.split = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
         input_norm, norm = twin.input_norm, twin.post_attention_norm
         qkv, output, gate_up, down = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
         self.weights = ops.LayerWeights(
@@ -120,8 +119,8 @@ class FastDecoderLayer(nn.Module):
             eps=norm.eps,
             qkv=qkv.packed,
             qkv_bias=qkv.bias,
-            qkv_outputs=qkv.out_features,
-            rotated_heads=attention.num_heads + attention.num_kv_heads,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
             output=output.packed,
             output_bias=output.bias,
             gate_up=gate_up.packed,
@@ -148,9 +147,8 @@ class FastDecoderLayer(nn.Module):
         return all(type(module) is kind for module, kind in expected)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        heads = ops.before_attention(hidden, self.weights, cos, sin)
-        attended = attention(self.layer, *torch.split(heads, self.split, dim=1))
-        return ops.after_attention(attended.flatten(start_dim=1), hidden, self.weights)
+        query, key, value = ops.before_attention(hidden, self.weights, cos, sin)
+        return ops.after_attention(attention(self.layer, query, key, value), hidden, self.weights)
 
 
 def use_cpu_kernels(model: nn.Module) -> None:

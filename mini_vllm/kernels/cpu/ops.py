@@ -105,8 +105,7 @@ class LayerWeights:
     Args:
         input_norm, post_attention_norm: [hidden]. eps: of both.
         qkv, output, gate_up, down: packed. The biases are None where there are none.
-        qkv_outputs: rows of the query, key and value projection.
-        rotated_heads: query and key heads, which come first in it.
+        num_heads, num_kv_heads: what qkv makes, in this order: query heads, key heads, value heads.
     """
 
     input_norm: Tensor
@@ -114,8 +113,8 @@ class LayerWeights:
     eps: float
     qkv: Tensor
     qkv_bias: Tensor | None
-    qkv_outputs: int
-    rotated_heads: int
+    num_heads: int
+    num_kv_heads: int
     output: Tensor
     output_bias: Tensor | None
     gate_up: Tensor
@@ -124,8 +123,8 @@ class LayerWeights:
     down_bias: Tensor | None
 
 
-def before_attention(hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rms_norm`, `linear` and `rotate_` in a row: [T, hidden] -> heads [T, query + key + value heads, head_dim].
+def before_attention(hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`rms_norm`, `linear` and `rotate_` in a row: [T, hidden] -> query, key and value, [T, their heads, head_dim] each.
 
     Args:
         hidden: what the layer was given.
@@ -133,17 +132,17 @@ def before_attention(hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Te
         cos, sin: [T, 1, head_dim / 2].
     """
     w = weights
-    heads: Tensor = torch.ops.mini_vllm_cpu.before_attention.default(
-        hidden, w.input_norm, w.eps, w.qkv, w.qkv_bias, w.qkv_outputs, w.rotated_heads, cos, sin
+    query, key, value = torch.ops.mini_vllm_cpu.before_attention.default(
+        hidden, w.input_norm, w.eps, w.qkv, w.qkv_bias, w.num_heads, w.num_kv_heads, cos, sin
     )
-    return heads
+    return query, key, value
 
 
 def after_attention(attended: Tensor, hidden: Tensor, weights: LayerWeights) -> Tensor:
     """The rest of a layer: h = hidden + output(attended), then h + down(silu_and_mul(gate_up(rms_norm(h)))).
 
     Args:
-        attended: [T, heads * head_dim].
+        attended: [T, heads, head_dim].
         hidden: [T, hidden], what the layer was given.
         weights: of the layer.
     """

@@ -240,20 +240,22 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
 // The pieces above in a row. A step of one token is some three hundred of them, and calling each from Python takes longer
 // than what most of them do.
 
-Tensor before_attention(const Tensor& hidden, const Tensor& norm, double eps, const Tensor& qkv, const OptionalTensor& qkv_bias,
-                        int64_t qkv_outputs, int64_t rotated_heads, const Tensor& cos, const Tensor& sin) {
-  const int64_t head_dim = 2 * cos.size(-1);
-  Tensor heads = linear_op(rms_norm(hidden, norm, eps), qkv, qkv_outputs, qkv_bias, {}, false);
-  heads = heads.view({hidden.size(0), qkv_outputs / head_dim, head_dim});
-  rotate(heads.narrow(1, 0, rotated_heads), cos, sin);
-  return heads;
+std::tuple<Tensor, Tensor, Tensor> before_attention(const Tensor& hidden, const Tensor& norm, double eps, const Tensor& qkv,
+                                                    const OptionalTensor& qkv_bias, int64_t num_heads,
+                                                    int64_t num_kv_heads, const Tensor& cos, const Tensor& sin) {
+  const int64_t head_dim = 2 * cos.size(-1), all_heads = num_heads + 2 * num_kv_heads;
+  Tensor heads = linear_op(rms_norm(hidden, norm, eps), qkv, all_heads * head_dim, qkv_bias, {}, false);
+  heads = heads.view({hidden.size(0), all_heads, head_dim});
+  rotate(heads.narrow(1, 0, num_heads + num_kv_heads), cos, sin);
+  return {heads.narrow(1, 0, num_heads), heads.narrow(1, num_heads, num_kv_heads),
+          heads.narrow(1, num_heads + num_kv_heads, num_kv_heads)};
 }
 
 Tensor after_attention(const Tensor& attended, const Tensor& hidden, const Tensor& output, const OptionalTensor& output_bias,
                        const Tensor& norm, double eps, const Tensor& gate_up, const OptionalTensor& gate_up_bias,
                        const Tensor& down, const OptionalTensor& down_bias) {
   const int64_t width = hidden.size(1);
-  const Tensor middle = linear_op(attended, output, width, output_bias, hidden, false);
+  const Tensor middle = linear_op(attended.flatten(1), output, width, output_bias, hidden, false);
   const Tensor inner = linear_op(rms_norm(middle, norm, eps), gate_up, 2 * down.size(1), gate_up_bias, {}, false);
   return linear_op(silu_and_mul(inner), down, width, down_bias, middle, false);
 }
@@ -363,8 +365,8 @@ TORCH_LIBRARY(mini_vllm_cpu, library) {
       "float scale, float softcap, int window) -> Tensor",
       &paged_attention);
   library.def(
-      "before_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, int qkv_outputs, "
-      "int rotated_heads, Tensor cos, Tensor sin) -> Tensor",
+      "before_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, int num_heads, "
+      "int num_kv_heads, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)",
       &before_attention);
   library.def(
       "after_attention(Tensor attended, Tensor hidden, Tensor output, Tensor? output_bias, Tensor norm, float eps, "
