@@ -68,7 +68,7 @@ class Pulse:
 
 
 def test_a_small_answer_does_not_wait_for_a_receipt(url: str) -> None:
-    """Head and body are two packets; where the second waits for the first one's delayed receipt, it takes 40 ms more."""
+    """Head and body are two packets; where the second waits for the first one's delayed receipt, it takes 40 ms."""
     connection = http.client.HTTPConnection(url, timeout=60)
     seconds = []
     for _ in range(50):

@@ -124,7 +124,7 @@ class LayerWeights:
 
 
 def before_attention(hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`rms_norm`, `linear` and `rotate_` in a row: [T, hidden] -> query, key and value, [T, their heads, head_dim] each.
+    """`rms_norm`, `linear` and `rotate_` in a row: [T, hidden] -> query, key, value, [T, their heads, head_dim] each.
 
     Args:
         hidden: what the layer was given.
