@@ -117,7 +117,7 @@ std::vector<AttentionTask> attention_tasks(const AttentionArguments<Element>& a,
 template <class Element>
 struct AttentionScratch {
   std::vector<Element> queries;        // interleaved by blocks of rows: [width / W][rows][W]
-  std::vector<Element> probabilities;  // of one block of rows: [TILE / W][rows][W]
+  std::vector<Element> probabilities;  // of one block of rows: [rows][TILE]
   std::vector<Element> keys, values;   // a tile copied together, for short blocks only
   std::vector<float> outputs;          // [rows][width]
   std::vector<float> maxima, factors;  // [rows]
@@ -215,11 +215,10 @@ void multiply_values(const Element* probabilities, const Tile<Element>& tile, in
       for (int j = 0; j < VECTORS; j++) values[j] = S::first_only(values[j]);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
-      const auto spread = S::spread(probabilities + r * S::WIDTH);
+      const auto spread = S::spread(probabilities + r * TILE + key);
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++) sums[r][j] = S::dot(spread, values[j], sums[r][j]);
     }
-    probabilities += ROWS * S::WIDTH;
   }
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
@@ -229,7 +228,7 @@ void multiply_values(const Element* probabilities, const Tile<Element>& tile, in
 
 // One row's scores of a tile become probabilities, and its running maximum and sum move on.
 template <class Element>
-void softmax_row(const AttentionArguments<Element>& a, const float* scores, int64_t start, int64_t row, int rows, int r,
+void softmax_row(const AttentionArguments<Element>& a, const float* scores, int64_t start, int64_t row, int r,
                  AttentionScratch<Element>& scratch) {
   const int64_t position = scratch.positions[row];
   const int32_t last = int32_t(std::min<int64_t>(position - start, TILE));  // in the tile, the last key that is seen
@@ -251,11 +250,7 @@ void softmax_row(const AttentionArguments<Element>& a, const float* scores, int6
   for (int j = 0; j < TILE / LANES; j++) {
     const Floats probability = exp(lanes[j] - base);
     sum += probability;
-    Element rounded[LANES];
-    store(rounded, probability);
-    constexpr int WIDTH = Step<Element>::WIDTH;
-    for (int i = 0; i < LANES; i += WIDTH)
-      std::memcpy(scratch.probabilities.data() + ((j * LANES + i) * rows + r * WIDTH), rounded + i, sizeof(Element) * WIDTH);
+    store(scratch.probabilities.data() + r * TILE + j * LANES, probability);
   }
   scratch.maxima[row] = maximum;
   scratch.factors[row] = factor;
@@ -269,7 +264,7 @@ void attend_block(const AttentionArguments<Element>& a, const Tile<Element>& til
   const int64_t width = a.layout.width;
   float scores[ROWS][TILE];
   multiply_keys<ROWS>(scratch.queries.data() + row * width, tile, next, width, scores);
-  for (int r = 0; r < ROWS; r++) softmax_row(a, scores[r], tile.start, row + r, ROWS, r, scratch);
+  for (int r = 0; r < ROWS; r++) softmax_row(a, scores[r], tile.start, row + r, r, scratch);
   float* outputs = scratch.outputs.data() + row * width;
   const float* factors = scratch.factors.data() + row;
   const Element* probabilities = scratch.probabilities.data();
