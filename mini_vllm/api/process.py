@@ -34,6 +34,9 @@ from mini_vllm.errors import InvalidConfigError, MiniVLLMError
 logger = logging.getLogger(__name__)
 
 LAST_WORDS = 5.0  # seconds that requests cut at the end get to send what they have
+# Seconds that an idle connection is kept. Longer than clients and proxies keep theirs (5 to 60): if the server closes
+# first, it may do so at the moment when the next request is sent, and that request is lost.
+KEEP_ALIVE = 75
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -62,6 +65,7 @@ def run_server(config: ServerConfig, load: Callable[[], LLMEngine]) -> int:
         access_log=False,
         server_header=False,
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(config.shutdown_timeout + LAST_WORDS),
     )
     sock = _listening_socket(options)
