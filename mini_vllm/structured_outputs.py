@@ -131,7 +131,9 @@ def _schema_text(schema: Any) -> str:
         if not isinstance(schema, Mapping):
             raise _BadForm(f"json must be a JSON schema, an object; got {str(schema)[:80]!r}")
         # x-guidance would change our own settings of the compiler (white space, unknown keywords).
-        text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"}, ensure_ascii=False)
+        text = json.dumps(
+            {key: value for key, value in schema.items() if key != "x-guidance"}, ensure_ascii=False, allow_nan=False
+        )
     except RecursionError:
         raise _BadForm(f"json is nested deeper than {MAX_FORM_DEPTH} levels") from None
     except _BadForm:

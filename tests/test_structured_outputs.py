@@ -489,3 +489,11 @@ def test_the_default_model_answers_in_the_form(smollm2_files: Any) -> None:
     one = llm.chat([[{"role": "user", "content": "Give me a person as JSON."}]], params)[0].outputs[0]
     assert one.finish_reason is FinishReason.STOP
     jsonschema.validate(json.loads(one.text), PERSON)
+
+
+@pytest.mark.parametrize("schema", ['{"minimum": 1e999}', '{"const": NaN}', f'{{"enum": [{10**400}]}}'])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_numbers_that_no_json_text_can_hold_are_refused(schema: str, as_text: bool) -> None:
+    """Such a number is a valid value for Python's parser, and none for the compiler of grammars."""
+    with pytest.raises(InvalidRequestError, match="structured_outputs: "):
+        compiler().compile(StructuredOutputsParams(json=schema if as_text else json.loads(schema)))

@@ -155,11 +155,12 @@ def _plan(problems: list[str]) -> Rows:
     square = torch.ones(64, 64, dtype=choice.dtype, device=device)
     if not torch.equal(square @ square, square * 64):
         problems.append(f"a product of two matrices of ones in {choice.dtype} on {device} came out wrong")
+    attention = type(backend).__name__ if is_used or not kernels[0][1].startswith("C++") else "PagedCpuBackend"
     return [
         ("device", f"{device} ({'the first GPU' if device.type == 'cuda' else 'there is no GPU'})"),
         ("dtype", f"{str(choice.dtype).removeprefix('torch.')} ({choice.reason})"),
         *kernels,
-        ("attention", f"{type(backend).__name__} (cache={config.cache}, blocks of {config.block_size} tokens)"),
+        ("attention", f"{attention} (cache={config.cache}, blocks of {config.block_size} tokens)"),
         ("keys and values", f"{config.kv_cache_memory_fraction:.0%} of the memory that is free after loading"),
     ]
 
@@ -177,7 +178,8 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> tuple[Rows, bool]:
         return [("kernels", f"none for {dtype} on {device}")], False
     try:
         if not kernels_are_built(home()):
-            return [("kernels", f"built at the first start, with {find_compiler()}: about half a minute, once")], False
+            compiler = find_compiler()[0]
+            return [("kernels", f"C++, built at the first start with {compiler}: about half a minute, once")], False
         load_kernels(home())
     except KernelBuildError as error:
         return [("kernels", f"plain PyTorch: {error}")], False

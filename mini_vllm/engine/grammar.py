@@ -232,7 +232,11 @@ def _grammar_source(form: Form) -> str:
         return _calls_source(form)
     if isinstance(form.json, str) or form.json_object:
         schema = form.json if isinstance(form.json, str) else '{"type": "object"}'
-        return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", dict(JSON_OVERRIDES)))
+        overrides = cast("JsonCompileOptions", dict(JSON_OVERRIDES))
+        try:
+            return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+        except ValueError as error:  # numbers that JSON knows and the library does not: 1e999, 10**400
+            raise refuse(f"the schema cannot be read: {_reason(str(error))}", form.origin) from error
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:

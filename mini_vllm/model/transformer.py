@@ -15,7 +15,8 @@ family it is. A layer is wired in one of these ways (`ModelConfig.block`)::
     parallel_one_norm    n = norm(x)    x = x + attention(n) + mlp(n)                        Cohere
 
 What always holds: rows mix in `attention` alone; every other operation treats each token by itself. So one token gives
-the same result whichever other tokens share its step, up to the rounding of the matrix products.
+the same result whichever other tokens share its step: to the bit on the C++ kernels, up to the rounding of the matrix
+products in plain PyTorch.
 
 In vLLM: `vllm/model_executor/models/llama.py` and its neighbours.
 """
@@ -179,7 +180,10 @@ class Transformer(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] -> [R, vocab_size] in float32, computed in the model's dtype."""
+        """[R, hidden_size] -> [R, vocab_size] in float32, computed in the model's dtype.
+
+        The C++ head sums in float32 and leaves the sums as they are; the plain one rounds them to the dtype first.
+        """
         logits: Tensor = self.finish_logits(self.lm_head(hidden).to(torch.float32))
         return logits
 

@@ -1,7 +1,7 @@
 """The kernels' library: built once for this machine, kept, and loaded into PyTorch.
 
 Where it stands: called at start-up, before the model is made ready. Everything that can go wrong here is a reason to
-run on the reference path, so it is reported and never fatal by itself.
+run on the reference path, so it is an error that says why, and only `kernels="cpu"` makes it fatal.
 
     sources, flags, versions, processor -> a key -> <home>/kernels/<key>/mini_vllm_cpu.so
                                                     there: load it          (milliseconds)
@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import time
@@ -79,7 +80,7 @@ def kernels_are_loaded() -> bool:
 
 def machine_flags() -> tuple[str, ...]:
     """Compiler flags that choose the instruction set."""
-    return tuple(os.environ.get(FLAGS_VARIABLE, "-march=native").split())
+    return tuple(shlex.split(os.environ.get(FLAGS_VARIABLE, "-march=native")))
 
 
 def _key() -> str:
@@ -102,17 +103,17 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def find_compiler() -> str:
-    """The path of the C++ compiler: `CXX`, else `c++`.
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler: `CXX`, which may have arguments, else `c++`.
 
     Raises:
         KernelBuildError: there is none.
     """
-    wanted = os.environ.get("CXX", "c++")
-    compiler = shutil.which(wanted)
+    wanted = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    compiler = shutil.which(wanted[0])
     if compiler is None:
-        raise KernelBuildError(f"there is no C++ compiler ({wanted}); install g++ or set CXX to yours")
-    return compiler
+        raise KernelBuildError(f"there is no C++ compiler ({wanted[0]}); install g++ or set CXX to yours")
+    return [compiler, *wanted[1:]]
 
 
 def _build(folder: Path) -> None:
@@ -126,10 +127,10 @@ def _build(folder: Path) -> None:
         object_file, library = unfinished / "ops.o", unfinished / LIBRARY
         includes = [f"-isystem{path}" for path in include_paths()]
         _run(
-            [compiler, *_COMPILE, *machine_flags(), *includes, "-c", str(_SOURCES / "ops.cpp"), "-o", str(object_file)]
+            [*compiler, *_COMPILE, *machine_flags(), *includes, "-c", str(_SOURCES / "ops.cpp"), "-o", str(object_file)]
         )
         libraries = [f"-L{path}" for path in library_paths()]
-        _run([compiler, "-shared", str(object_file), "-o", str(library), *libraries, "-ltorch_cpu", "-lc10"])
+        _run([*compiler, "-shared", str(object_file), "-o", str(library), *libraries, "-ltorch_cpu", "-lc10"])
         object_file.unlink()
     logger.info("the kernels were built in %.0f s: %s", time.monotonic() - started, folder)
 

@@ -8,8 +8,9 @@
 //
 // Blocks shorter than 16 tokens keep the same order with fewer keys side by side, and are copied together when read.
 //
-// What one thread does at a time: 16 or so queries of one sequence, and all query heads that share a key head. A "row"
-// is one query of one head. Keys come in tiles of 64, at absolute positions 0, 64, 128, ...:
+// What one thread does at a time, a task: up to 48 rows that share a key head, where a "row" is one query of one query
+// head. With three query heads a key head that is 16 queries. Rows are multiplied six together, a "group of rows"; a
+// "block" is always one of the cache. Keys come in tiles of 64, at absolute positions 0, 64, 128, ...:
 //
 //            tile 0      tile 1      tile 2
 //   row 0   |###########|####       |           |      # seen    (causal: up to the query's own position; a window
@@ -35,7 +36,7 @@
 namespace mini_vllm {
 
 constexpr int TILE = 4 * LANES;       // keys in a tile
-constexpr int BLOCK_ROWS = 6;         // rows whose 4 sums each fit in the registers
+constexpr int GROUP_ROWS = 6;         // rows whose 4 sums each fit in the registers
 constexpr int TASK_ROWS = 48;         // rows that share one pass over the keys
 
 // The place of an element within the keys (or values) of one head in one block.
@@ -99,7 +100,7 @@ struct AttentionTask {
   int64_t sequence, kv_head, first_token, tokens;
 };
 
-// Cuts a step into tasks. Long ones first, so that no thread is left with one at the end.
+// Cuts a step into tasks, those with many keys first, so that no thread is left with one of them at the end.
 template <class Element>
 std::vector<AttentionTask> attention_tasks(const AttentionArguments<Element>& a, int64_t sequences) {
   const int64_t task_tokens = std::max<int64_t>(1, TASK_ROWS / a.group());
@@ -110,14 +111,18 @@ std::vector<AttentionTask> attention_tasks(const AttentionArguments<Element>& a,
       for (int64_t head = 0; head < a.num_kv_heads; head++) tasks.push_back({sequence, head, begin, end - begin});
       end = begin;
     }
+  const auto keys = [&](const AttentionTask& task) {
+    return a.context_lens[task.sequence] - a.query_starts[task.sequence + 1] + task.first_token;
+  };
+  std::stable_sort(tasks.begin(), tasks.end(), [&](const auto& one, const auto& other) { return keys(one) > keys(other); });
   return tasks;
 }
 
 // What a thread needs to work on a task; kept between tasks, since its size depends on the layer only.
 template <class Element>
 struct AttentionScratch {
-  std::vector<Element> queries;        // interleaved by blocks of rows: [width / W][rows][W]
-  std::vector<Element> probabilities;  // of one block of rows: [rows][TILE]
+  std::vector<Element> queries;        // interleaved by groups of rows: [width / W][rows][W]
+  std::vector<Element> probabilities;  // of one group of rows: [rows][TILE]
   std::vector<Element> keys, values;   // a tile copied together, for short blocks only
   std::vector<float> outputs;          // [rows][width]
   std::vector<float> maxima, factors;  // [rows]
@@ -259,7 +264,7 @@ void softmax_row(const AttentionArguments<Element>& a, const float* scores, int6
 
 // ROWS rows against one tile.
 template <int ROWS, class Element>
-void attend_block(const AttentionArguments<Element>& a, const Tile<Element>& tile, const Tile<Element>& next, int64_t row,
+void attend_rows(const AttentionArguments<Element>& a, const Tile<Element>& tile, const Tile<Element>& next, int64_t row,
                   AttentionScratch<Element>& scratch) {
   const int64_t width = a.layout.width;
   float scores[ROWS][TILE];
@@ -276,15 +281,15 @@ void attend_block(const AttentionArguments<Element>& a, const Tile<Element>& til
 }
 
 template <class Element>
-void attend_block(int rows, const AttentionArguments<Element>& a, const Tile<Element>& tile, const Tile<Element>& next,
+void attend_rows(int rows, const AttentionArguments<Element>& a, const Tile<Element>& tile, const Tile<Element>& next,
                   int64_t row, AttentionScratch<Element>& scratch) {
   switch (rows) {
-    case 1: return attend_block<1>(a, tile, next, row, scratch);
-    case 2: return attend_block<2>(a, tile, next, row, scratch);
-    case 3: return attend_block<3>(a, tile, next, row, scratch);
-    case 4: return attend_block<4>(a, tile, next, row, scratch);
-    case 5: return attend_block<5>(a, tile, next, row, scratch);
-    case 6: return attend_block<6>(a, tile, next, row, scratch);
+    case 1: return attend_rows<1>(a, tile, next, row, scratch);
+    case 2: return attend_rows<2>(a, tile, next, row, scratch);
+    case 3: return attend_rows<3>(a, tile, next, row, scratch);
+    case 4: return attend_rows<4>(a, tile, next, row, scratch);
+    case 5: return attend_rows<5>(a, tile, next, row, scratch);
+    case 6: return attend_rows<6>(a, tile, next, row, scratch);
   }
 }
 
@@ -304,15 +309,15 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, con
             AttentionScratch<Element>& scratch) {
   constexpr int WIDTH = Step<Element>::WIDTH;
   const int64_t width = a.layout.width, group = a.group(), rows = task.tokens * group;
-  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  const auto block_start = [&](int64_t block) { return rows * block / blocks; };
+  const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
+  const auto group_start = [&](int64_t index) { return rows * index / groups; };
   const auto query_of = [&](int64_t row) { return task.first_token + row / group; };
   const auto head_of = [&](int64_t row) { return task.kv_head * group + row % group; };
   const auto [first_key, end] = keys_of(a, task);
 
   scratch.queries.assign(rows * width, Element(0));
   scratch.outputs.assign(rows * width, 0.0f);
-  scratch.probabilities.resize(BLOCK_ROWS * TILE);
+  scratch.probabilities.resize(GROUP_ROWS * TILE);
   scratch.maxima.assign(rows, -INFINITE);
   scratch.sums.assign(rows, Floats{});
   scratch.factors.resize(rows);
@@ -321,8 +326,8 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, con
     scratch.keys.resize(TILE * width);
     scratch.values.resize(TILE * width);
   }
-  for (int64_t block = 0; block < blocks; block++) {
-    const int64_t begin = block_start(block), count = block_start(block + 1) - begin;
+  for (int64_t index = 0; index < groups; index++) {
+    const int64_t begin = group_start(index), count = group_start(index + 1) - begin;
     for (int64_t row = begin; row < begin + count; row++) {
       scratch.positions[row] = end - task.tokens + row / group;
       const Element* query = a.query + query_of(row) * a.query_stride + head_of(row) * a.head_dim;
@@ -341,8 +346,8 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, con
       const auto [next_start, next_end] = keys_of(a, *next_task);
       next = find_tile(a, *next_task, next_start, next_end, scratch);
     }
-    for (int64_t block = 0; block < blocks; block++)
-      attend_block(int(block_start(block + 1) - block_start(block)), a, tile, next, block_start(block), scratch);
+    for (int64_t index = 0; index < groups; index++)
+      attend_rows(int(group_start(index + 1) - group_start(index)), a, tile, next, group_start(index), scratch);
     tile = looks_ahead || is_last ? next : find_tile(a, task, start + TILE, end, scratch);
   }
   for (int64_t row = 0; row < rows; row++) {

@@ -2,10 +2,13 @@
 //
 // Packed weights: panels of 32 outputs, each panel one stretch of memory that is read from front to back.
 //
-//   W [outputs, inputs]            panel p, step k:  | 16 outputs | 16 outputs |     one cache line (bfloat16) or one
-//                                                                                    and ... each, see Step in vector.h
-//   panel p   = outputs 32 p ... 32 p + 31
-//   rows of x   up to 12 at a time, each with 2 accumulators in registers: 24 registers of sums, 2 of weights, 1 of x
+//   W [outputs, inputs]   ->   panel p holds outputs 32 p ... 32 p + 31, step after step of the inputs:
+//
+//       step 0   | inputs 0, 1 of 16 outputs | inputs 0, 1 of the next 16 |     64 bytes each; for float a step is one
+//       step 1   | inputs 2, 3 of 16 outputs | inputs 2, 3 of the next 16 |     input instead of two (Step in vector.h)
+//
+//   rows of x   up to 12 at a time, each with 2 vectors of sums: 24 of them, 2 of weights and 1 of x fill the 32
+//               registers of AVX-512; with fewer registers the compiler keeps some of the sums in memory
 //
 // One row: the weights stream past once, and memory is the limit. Many rows: a panel stays in the second-level cache
 // while all rows of a chunk pass, and the multipliers are the limit. It is the same loop.
@@ -61,8 +64,10 @@ void interleave(const Element* x, int64_t x_stride, int64_t inputs, int rows, El
 }
 
 // The sums of ROWS interleaved rows with one panel. Nothing is called here, or the compiler would keep the sums in memory.
+// `ahead` is a part of the next panel that is asked for meanwhile, `share` elements of it in each step.
 template <int ROWS, class Element>
-void sum_products(const Element* x, const Element* weight, int64_t inputs, float (*result)[PANEL]) {
+void sum_products(const Element* x, const Element* weight, int64_t inputs, const Element* ahead, int64_t share,
+                  float (*result)[PANEL]) {
   using S = Step<Element>;
   Floats sums[ROWS][2] = {};
   for (int64_t k = 0; k < inputs; k += S::WIDTH) {
@@ -73,6 +78,8 @@ void sum_products(const Element* x, const Element* weight, int64_t inputs, float
       sums[r][0] = S::dot(spread, first, sums[r][0]);
       sums[r][1] = S::dot(spread, second, sums[r][1]);
     }
+    __builtin_prefetch(ahead, 0, 2);
+    ahead += share;
     x += ROWS * S::WIDTH;
     weight += PANEL * S::WIDTH;
   }
@@ -96,20 +103,21 @@ void finish(const LinearArguments<Element, Output>& a, const float* sums, int64_
 }
 
 template <class Element>
-void sum_products(int rows, const Element* x, const Element* weight, int64_t inputs, float (*result)[PANEL]) {
+void sum_products(int rows, const Element* x, const Element* weight, int64_t inputs, const Element* ahead, int64_t share,
+                  float (*result)[PANEL]) {
   switch (rows) {
-    case 1: return sum_products<1>(x, weight, inputs, result);
-    case 2: return sum_products<2>(x, weight, inputs, result);
-    case 3: return sum_products<3>(x, weight, inputs, result);
-    case 4: return sum_products<4>(x, weight, inputs, result);
-    case 5: return sum_products<5>(x, weight, inputs, result);
-    case 6: return sum_products<6>(x, weight, inputs, result);
-    case 7: return sum_products<7>(x, weight, inputs, result);
-    case 8: return sum_products<8>(x, weight, inputs, result);
-    case 9: return sum_products<9>(x, weight, inputs, result);
-    case 10: return sum_products<10>(x, weight, inputs, result);
-    case 11: return sum_products<11>(x, weight, inputs, result);
-    case 12: return sum_products<12>(x, weight, inputs, result);
+    case 1: return sum_products<1>(x, weight, inputs, ahead, share, result);
+    case 2: return sum_products<2>(x, weight, inputs, ahead, share, result);
+    case 3: return sum_products<3>(x, weight, inputs, ahead, share, result);
+    case 4: return sum_products<4>(x, weight, inputs, ahead, share, result);
+    case 5: return sum_products<5>(x, weight, inputs, ahead, share, result);
+    case 6: return sum_products<6>(x, weight, inputs, ahead, share, result);
+    case 7: return sum_products<7>(x, weight, inputs, ahead, share, result);
+    case 8: return sum_products<8>(x, weight, inputs, ahead, share, result);
+    case 9: return sum_products<9>(x, weight, inputs, ahead, share, result);
+    case 10: return sum_products<10>(x, weight, inputs, ahead, share, result);
+    case 11: return sum_products<11>(x, weight, inputs, ahead, share, result);
+    case 12: return sum_products<12>(x, weight, inputs, ahead, share, result);
   }
 }
 
@@ -121,14 +129,19 @@ void linear(const LinearArguments<Element, Output>& a, int64_t begin, int64_t en
   const auto start = [&](int64_t block) { return rows * block / blocks; };
   for (int64_t block = 0; block < blocks; block++)
     interleave(a.x + (begin + start(block)) * a.x_stride, a.x_stride, a.inputs, int(start(block + 1) - start(block)), scratch + start(block) * a.inputs);
-  for (int64_t panel = first; panel < last; panel++)
-    for (int64_t block = 0; block < blocks; block++)
-{
+  const int64_t panel_size = PANEL * a.inputs;
+  for (int64_t panel = first; panel < last; panel++) {
+    const Element *weight = a.packed + panel * panel_size, *next = panel + 1 < last ? weight + panel_size : weight;
+    // A single block reads as fast as the memory gives; the processor sees by itself where that goes on.
+    const int64_t share = blocks > 1 ? PANEL * Step<Element>::WIDTH / blocks : 0;
+    for (int64_t block = 0; block < blocks; block++) {
       float sums[MAX_ROWS][PANEL];
       const int count = int(start(block + 1) - start(block));
-      sum_products(count, scratch + start(block) * a.inputs, a.packed + panel * PANEL * a.inputs, a.inputs, sums);
+      sum_products(count, scratch + start(block) * a.inputs, weight, a.inputs, next + panel_size * block / blocks,
+                   share, sums);
       for (int r = 0; r < count; r++) finish(a, sums[r], begin + start(block) + r, panel);
     }
+  }
 }
 
 }  // namespace mini_vllm
