@@ -30,7 +30,7 @@ from mini_vllm.model.attention import AttentionLayerSpec, StepAttention
 from mini_vllm.model.config import ModelConfig
 from mini_vllm.model.feed_forward import build_feed_forward
 from mini_vllm.model.layers import Embedding, Linear, Scale, SoftCap, TiedHead
-from mini_vllm.model.norms import build_head_norm, build_norm
+from mini_vllm.model.norms import WideRMSNorm, build_head_norm, build_norm
 from mini_vllm.model.rotary import RotaryEmbedding, build_apply_rotary, build_rotary_embedding
 
 
@@ -216,8 +216,10 @@ def init_random_weights(model: nn.Module, seed: int = 0) -> None:
         seed: of the draw.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0, 0.02, generator=generator))
-        else:
-            parameter.fill_(0 if name.endswith("bias") or model.config.norm == "rms_plus_one" else 1)
+    for module in model.modules():
+        one = 1 - module.offset if isinstance(module, WideRMSNorm) else 1
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0, 0.02, generator=generator))
+            else:
+                parameter.fill_(0 if name.endswith("bias") else one)
