@@ -87,7 +87,7 @@ def run_server(config: ServerConfig, load: Callable[[], LLMEngine]) -> int:
 def _keep_memory_together() -> None:
     """Have glibc use two heaps, not eight a core: each thread's has gaps that no other thread fills.
 
-    Under a mixture of requests (`tests/soak`) resident memory then stays flat after some minutes.
+    It slows the growth of resident memory under a mixture of requests (`tests/soak`); it does not end it.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
