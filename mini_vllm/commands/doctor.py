@@ -149,13 +149,11 @@ def _plan(problems: list[str]) -> Rows:
     device = resolve_device("auto")
     choice = resolve_dtype(config.dtype, device)
     kernels, is_used = _kernels(choice.dtype, device)
-    backend = make_backend(
-        config.attention_backend, config.cache, config.block_size, choice.dtype, device, kernels=is_used
-    )
+    backend = make_backend(config.attention_backend, config.cache, config.block_size, choice.dtype, device)
     square = torch.ones(64, 64, dtype=choice.dtype, device=device)
     if not torch.equal(square @ square, square * 64):
         problems.append(f"a product of two matrices of ones in {choice.dtype} on {device} came out wrong")
-    attention = type(backend).__name__ if is_used or not kernels[0][1].startswith("C++") else "PagedCpuBackend"
+    attention = "PagedCpuBackend" if is_used else type(backend).__name__
     return [
         ("device", f"{device} ({'the first GPU' if device.type == 'cuda' else 'there is no GPU'})"),
         ("dtype", f"{str(choice.dtype).removeprefix('torch.')} ({choice.reason})"),
@@ -179,7 +177,7 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> tuple[Rows, bool]:
     try:
         if not kernels_are_built(home()):
             compiler = find_compiler()[0]
-            return [("kernels", f"C++, built at the first start with {compiler}: about half a minute, once")], False
+            return [("kernels", f"C++, built at the first start with {compiler}: about half a minute, once")], True
         load_kernels(home())
     except KernelBuildError as error:
         return [("kernels", f"plain PyTorch: {error}")], False
