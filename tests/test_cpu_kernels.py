@@ -313,14 +313,43 @@ def test_without_a_compiler_the_reason_is_given(tmp_path: Path, monkeypatch: pyt
     assert not list((tmp_path / "kernels").glob("*")) if (tmp_path / "kernels").exists() else True
 
 
-def test_a_failed_build_leaves_nothing_and_says_where_it_failed(
+def test_a_failed_build_leaves_a_note_alone_and_says_where_it_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "kernels_are_loaded", lambda: False)
     monkeypatch.setenv(build.FLAGS_VARIABLE, "-march=no-such-processor")
     with pytest.raises(KernelBuildError, match=r"do not compile with .*error"):
         build.load_kernels(tmp_path)
-    assert list((tmp_path / "kernels").iterdir()) == []
+    assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".failed"]
+
+
+def test_a_compiler_that_failed_is_tried_again_only_if_it_changed_or_is_demanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, compiler = tmp_path / "tries", tmp_path / "compiler"
+
+    def write_compiler(version: str) -> None:
+        compiler.write_text(f"""#!/bin/sh
+if [ "$1" = --version ]; then echo "fake {version}"; exit 0; fi
+echo x >> {tries}; echo "error: it is broken" >&2; exit 1
+""")
+        compiler.chmod(0o755)
+
+    def num_tries_after(message: str, *, is_demanded: bool = False) -> int:
+        with pytest.raises(KernelBuildError, match=message):
+            build.load_kernels(tmp_path / "home", is_demanded=is_demanded)
+        return len(tries.read_text().split())
+
+    monkeypatch.setattr(build, "kernels_are_loaded", lambda: False)
+    monkeypatch.setenv("CXX", str(compiler))
+    write_compiler("1")
+    assert num_tries_after("do not compile with .*: error: it is broken$") == 1
+    assert num_tries_after("error: it is broken .*earlier start; kernels='cpu' .* tries again") == 1
+    assert num_tries_after("error: it is broken$", is_demanded=True) == 2
+    write_compiler("2")
+    assert num_tries_after("error: it is broken$") == 3
+    monkeypatch.setenv(build.FLAGS_VARIABLE, "-march=another")
+    assert num_tries_after("error: it is broken$") == 4
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags name an x86 instruction set")

@@ -168,7 +168,7 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> tuple[Rows, bool]:
     import torch
 
     from mini_vllm.errors import KernelBuildError
-    from mini_vllm.kernels.cpu.build import find_compiler, kernels_are_built, load_kernels
+    from mini_vllm.kernels.cpu.build import find_compiler, kernels_are_built, known_failure, load_kernels
     from mini_vllm.model.exactness import is_exact
     from mini_vllm.model.onednn_linear import prefers_onednn
 
@@ -176,6 +176,8 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> tuple[Rows, bool]:
         return [("kernels", f"none for {dtype} on {device}")], False
     try:
         if not kernels_are_built(home()):
+            if (reason := known_failure(home())) is not None:
+                return [("kernels", f"plain PyTorch: {reason}")], False
             compiler = find_compiler()[0]
             return [("kernels", f"C++, built at the first start with {compiler}: about half a minute, once")], True
         load_kernels(home())

@@ -3,7 +3,7 @@
 Where it stands: called once at start-up, between loading the model and making the executor.
 
     kernels="auto"   where they fit: on a processor, in float32 or bfloat16, with a compiler or a library built before;
-                     else one line in the log says why not
+                     else one line in the log says why not; a compiler that failed is not tried at each start
     kernels="cpu"    demanded: what stands against it is an error
     kernels="none"   plain PyTorch alone, as one reads it
 
@@ -51,7 +51,7 @@ def prepare_kernels(config: EngineConfig, model: LanguageModel, dtype: torch.dty
             )
         return False
     try:
-        load_kernels(home())
+        load_kernels(home(), is_demanded=config.kernels == "cpu")
     except KernelBuildError as error:
         if config.kernels == "cpu":
             raise

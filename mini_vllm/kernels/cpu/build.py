@@ -6,9 +6,11 @@ run on the reference path, so it is an error that says why, and only `kernels="c
     sources, flags, versions, processor -> a key -> <home>/kernels/<key>/mini_vllm_cpu.so
                                                     there: load it          (milliseconds)
                                                     not there: compile it   (half a minute, once)
+                                                    <key>.failed: this compiler failed on it; say so at once
 
 What always holds: a library that is found is whole. It is compiled in a folder of its own and renamed, so a build that
-was killed leaves nothing that a later one would trip over, and two processes may build at once.
+was killed leaves nothing that a later one would trip over, and two processes may build at once. A compiler that failed
+is not tried again at every start; another one is, or another version of it, and so is one that is demanded.
 
 In vLLM: `cmake/cpu_extension.cmake`; there the kernels are built when the package is installed.
 """
@@ -28,7 +30,7 @@ from pathlib import Path
 import torch
 
 from mini_vllm.errors import KernelBuildError
-from mini_vllm.store.atomic_write import atomic_directory
+from mini_vllm.store.atomic_write import atomic_directory, atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +48,23 @@ _COMPILE = (
 _BUILD_LIMIT = 600.0  # seconds
 
 
-def load_kernels(home: Path) -> None:
+def load_kernels(home: Path, *, is_demanded: bool = True) -> None:
     """Make `torch.ops.mini_vllm_cpu` available, building the library if this machine has none yet.
 
     Args:
         home: folder under which libraries are kept.
+        is_demanded: build also where the same compiler has failed before.
 
     Raises:
-        KernelBuildError: there is no compiler, the build failed, or the library does not load.
+        KernelBuildError: there is no compiler, the build failed (now or before), or the library does not load.
     """
     if kernels_are_loaded():
         return
     folder = home / "kernels" / _key()
     if not (folder / LIBRARY).exists():
-        _build(folder)
+        if not is_demanded and (reason := known_failure(home)) is not None:
+            raise KernelBuildError(reason)
+        _build_or_note(folder)
     try:
         torch.ops.load_library(folder / LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
@@ -71,6 +76,22 @@ def load_kernels(home: Path) -> None:
 def kernels_are_built(home: Path) -> bool:
     """Whether this machine has a library for these sources, so that loading takes milliseconds."""
     return (home / "kernels" / _key() / LIBRARY).exists()
+
+
+def known_failure(home: Path) -> str | None:
+    """Why an earlier start could not build the kernels, if the compiler is still the one that failed.
+
+    Raises:
+        KernelBuildError: there is no compiler at all.
+    """
+    compiler = find_compiler()
+    try:
+        name, _, reason = _note_of(home / "kernels" / _key()).read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):  # no note, or none that says anything
+        return None
+    if name != _version_of(compiler):
+        return None
+    return f"{reason} (so it was at an earlier start; kernels='cpu' or another compiler in CXX tries again)"
 
 
 def kernels_are_loaded() -> bool:
@@ -116,11 +137,35 @@ def find_compiler() -> list[str]:
     return [compiler, *wanted[1:]]
 
 
-def _build(folder: Path) -> None:
+def _version_of(compiler: list[str]) -> str:
+    """One line that changes with the compiler's command and version."""
+    try:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return " ".join(compiler)
+    return " ".join([*compiler, *done.stdout.split()])
+
+
+def _note_of(folder: Path) -> Path:
+    """Where it stands that a library could not be built: the compiler in the first line, the reason behind it."""
+    return folder.with_name(f"{folder.name}.failed")
+
+
+def _build_or_note(folder: Path) -> None:
+    compiler, note = find_compiler(), _note_of(folder)
+    try:
+        _build(folder, compiler)
+        note.unlink(missing_ok=True)
+    except KernelBuildError as error:
+        with atomic_file(note) as unfinished:
+            unfinished.write_text(f"{_version_of(compiler)}\n{error}", encoding="utf-8")
+        raise
+
+
+def _build(folder: Path, compiler: list[str]) -> None:
     # Imported late: this module of PyTorch loads slowly, and only a build needs it.
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    compiler = find_compiler()
     logger.warning("building the fast kernels for this processor, once: about half a minute")
     started = time.monotonic()
     with atomic_directory(folder) as unfinished:
