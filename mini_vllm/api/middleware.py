@@ -1,6 +1,6 @@
 """What stands around every route: request id, access log, key, size of the body.
 
-    client -> RequestRecord -> [CORS] -> ApiKeys -> BodyLimit -> routes
+    client -> WholeRequest -> RequestRecord -> [CORS] -> ApiKeys -> BodyLimit -> routes
 
 Plain ASGI, as a wrapper that buffers (Starlette's BaseHTTPMiddleware) would stand between a stream and its client's
 leaving.
@@ -13,6 +13,8 @@ In vLLM: `vllm/entrypoints/openai/server_utils.py`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -31,7 +33,51 @@ from mini_vllm.api.metrics import HttpMetrics
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health"})  # served without a key
+LINGER = 10.0  # seconds that a client may go on sending what nobody wants, before its connection is closed
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # what may go into a log and a header as it is
+
+
+class WholeRequest:
+    """Takes in what is left of a request before its answer ends, and throws it away.
+
+    A refusal may be sent before the body is there. Were the connection then closed, as it is where the client asked for
+    that, the client would still be sending: the connection is reset, and instead of a 413 or 401 it sees that.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _sends_body(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        is_whole = False
+
+        async def receive_and_note() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole = is_whole or not message.get("more_body", False)
+            return message
+
+        async def discard_rest() -> None:
+            while not is_whole:
+                await receive_and_note()
+
+        async def send_at_the_end(message: Message) -> None:
+            if not is_whole and message["type"] == "http.response.body" and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(discard_rest(), LINGER)
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        await self._app(scope, receive_and_note, send_at_the_end)
+
+
+def _sends_body(headers: Headers) -> bool:
+    """Whether a body is on its way. Who waits for a 100 before sending it sends none after an answer."""
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    return has_body and "expect" not in headers
 
 
 class RequestRecord:

@@ -29,7 +29,7 @@ from mini_vllm.api.errors import install_error_handlers
 from mini_vllm.api.json_body import JsonRoute
 from mini_vllm.api.lifecycle import Lifecycle, Phase
 from mini_vllm.api.metrics import CONTENT_TYPE, render
-from mini_vllm.api.middleware import ApiKeys, BodyLimit, RequestRecord
+from mini_vllm.api.middleware import ApiKeys, BodyLimit, RequestRecord, WholeRequest
 from mini_vllm.api.responses import ErrorAnswer, Health, Model, Models, Version
 from mini_vllm.api.server_config import ServerConfig
 
@@ -72,7 +72,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
 def _middleware(lifecycle: Lifecycle) -> list[Middleware]:
     """The first one is the outermost."""
     config: ServerConfig = lifecycle.config
-    parts = [Middleware(RequestRecord, metrics=lifecycle.http_metrics)]
+    parts = [Middleware(WholeRequest), Middleware(RequestRecord, metrics=lifecycle.http_metrics)]
     if config.allowed_origins:
         origins = list(config.allowed_origins)
         parts.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
