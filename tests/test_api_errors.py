@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import socket
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import httpx
@@ -17,6 +20,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
+from mini_vllm import json_text
+from mini_vllm.api import middleware
+from mini_vllm.api.errors import BodyError
+from mini_vllm.api.json_body import MOST_VALUES, JsonRequest
 from mini_vllm.api.middleware import OPEN_PATHS
 from mini_vllm.api.responses import ErrorAnswer
 
@@ -151,6 +158,58 @@ def test_a_body_of_thousands_of_fields_is_refused(served: Served) -> None:
     assert "5001 fields" in refused(served.post("/v1/completions", body))["message"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [' + b"1," * MOST_VALUES + b"1]}",
+        b'{"x": [' + b"[1]," * (MOST_VALUES // 2) + b"1]}",
+        b'{"prompt": [' + b'"",' * MOST_VALUES + b'""]}',
+        ('{"prompt": [' + "1," * MOST_VALUES + "1]}").encode("utf-16"),
+    ],
+    ids=["numbers", "lists", "texts", "utf-16"],
+)
+def test_more_values_than_any_request_needs_are_refused_unread(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them would hold everybody up, and nothing can interrupt it."""
+    monkeypatch.setattr(json_text, "parse_json", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(BodyError, match="524288 values"):
+        asyncio.run(read_body(body))
+
+
+def test_what_stands_inside_of_a_text_is_no_value() -> None:
+    body = {"prompt": 'a, [b], {"c": "\\"}, ' * 200_000, "more": ["\\", '"']}
+    assert asyncio.run(read_body(json.dumps(body).encode())) == body
+
+
+def test_others_have_a_turn_between_the_steps_of_reading_a_large_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = ["count"]
+    read = json_text.parse_json
+    monkeypatch.setattr(json_text, "parse_json", lambda *a, **b: steps.append("read") or read(*a, **b))
+
+    async def reader() -> None:
+        await read_body(b'{"prompt": "' + b"x" * 100_000 + b'"}')
+        steps.append("use")
+
+    async def other() -> None:
+        while steps[-1] != "use":
+            steps.append("turn")
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(reader(), other())
+
+    asyncio.run(both())
+    assert [step for step, _ in groupby(steps)] == ["count", "turn", "read", "turn", "use"]
+
+
+async def read_body(body: bytes) -> Any:
+    """What a route gets of a body."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return await JsonRequest({"type": "http", "headers": []}, receive).json()
+
+
 def test_of_many_unknown_fields_the_log_names_the_first(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="mini_vllm"):
         served.complete("ab", max_tokens=1, **{f"field{number}": 1 for number in range(20)})
@@ -186,6 +245,35 @@ def test_a_body_over_the_limit_is_a_413(served: Served, declares_length: bool) -
     content = body if declares_length else iter([body[:150_000], body[150_000:]])
     response = served.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert "200000 bytes" in refused(response, 413)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing"])
+def test_who_is_refused_while_still_sending_can_send_on_and_gets_the_whole_answer(served: Served, path: str) -> None:
+    """The connection is to be closed; closed at once, it would be reset, and the answer might be lost."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 3000000\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = connection.recv(65_536)
+        for _ in range(30):
+            connection.sendall(b"x" * 100_000)
+        while more := connection.recv(65_536):
+            answer += more
+    assert answer.startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 404 ")) and answer.endswith(b"}}")
+
+
+def test_who_is_refused_and_goes_on_sending_for_ever_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "LINGER", 0.2)
+    with serving() as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(
+                b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 9\r\n\r\n"
+            )
+            answer = b""
+            while more := connection.recv(65_536):
+                answer += more
+        assert answer.startswith(b"HTTP/1.1 404 ") and answer.endswith(b"}}")
 
 
 def test_a_request_id_comes_back_unless_it_could_harm_the_log(served: Served) -> None:

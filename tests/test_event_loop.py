@@ -22,7 +22,9 @@ MAX_DELAY, MAX_READINGS = 0.2, 4  # seconds, and times that `json.loads` of the 
 MILLION = 1_000_000
 BODIES: dict[str, tuple[str, Any, int]] = {
     "text": ("/v1/completions", {"prompt": "hello world " * 420_000}, 400),
-    "token ids": ("/v1/completions", {"prompt": [97] * 1_250_000}, 400),
+    "token ids": ("/v1/completions", {"prompt": [97] * 520_000}, 400),
+    "too many token ids": ("/v1/completions", {"prompt": [97] * 1_250_000}, 400),
+    "lists": ("/v1/completions", {"prompt": [[]] * 400_000}, 400),
     "wrong ids": ("/v1/completions", {"prompt": [97] + ["x"] * MILLION}, 400),
     "message": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello world " * 420_000}]}, 400),
     "messages": ("/v1/chat/completions", {"messages": [1] * MILLION}, 400),

@@ -4,13 +4,18 @@ Where it stands: between the socket and Pydantic. `JsonRoute` is the class of ev
 is filled from what `parse_json` gives.
 
 What always holds: NaN and Infinity, which are not JSON, are refused by the field that they stand in; half a surrogate
-pair, which is legal JSON but no text, becomes U+FFFD; a body that cannot be read is a 400 that says why. No list or
-object in a body is longer than any request needs: otherwise Pydantic would make a million errors of a million wrong
-entries, and everybody else would wait for it.
+pair, which is legal JSON but no text, becomes U+FFFD; a body that cannot be read is a 400 that says why.
+
+A large body keeps nobody waiting. Reading JSON cannot be interrupted, not even by other threads, and takes as long as
+there are values: so these are counted in the text, and too many are refused before one of them is made. No list or
+object is longer than any request needs: otherwise Pydantic would make a million errors of a million wrong entries.
+Between the steps of reading a large body everybody else has a turn.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from collections.abc import Callable, Coroutine
 from types import MappingProxyType
@@ -30,6 +35,9 @@ _MOST = MappingProxyType(
     {"messages": 16_384, **dict.fromkeys(("prompt", "tokens", "allowed_token_ids", "stop_token_ids"), 2**23)}
 )
 MOST_ENTRIES = 4096  # of any other field, and fields of a body
+MOST_VALUES = 2**19  # of a body, all lists and objects together
+LARGE = 64 * 1024  # bytes of a body from which on others have a turn while it is read
+_TEXT = re.compile('"[^"]*"')
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAY_HOLD_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -46,6 +54,28 @@ def parse_json(body: bytes) -> Any:
     except (ValueError, RecursionError) as error:  # the latter where the surrogates are looked for
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise HTTPException(400, f"the body is not valid JSON: {reason}") from error
+
+
+def check_number_of_values(body: bytes) -> None:
+    """Refuse a JSON text with more values than any request needs, before it is read.
+
+    Raises:
+        BodyError: it has more.
+        HTTPException: with status 400: it is in no encoding of JSON.
+    """
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < MOST_VALUES:
+        return
+    try:
+        text = body.decode(json.detect_encoding(body))
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+    text = text.replace("\\\\", "").replace('\\"', "")  # what is left of quotes begins or ends a string
+    count = text.count('"') // 2
+    if count <= MOST_VALUES:
+        text = _TEXT.sub("", text)
+        count = 1 + text.count(",") + text.count("[") + text.count("{")
+    if count > MOST_VALUES:
+        raise BodyError(f"the body holds more than {MOST_VALUES} values; send it in several requests")
 
 
 class NotJson:
@@ -85,7 +115,7 @@ def check_sizes(body: Any) -> None:
             raise BodyError(f"{name[:80]} holds {len(value)} entries; at most {most} are allowed", param=name[:80])
 
 
-class _JsonRequest(Request):
+class JsonRequest(Request):
     async def body(self) -> bytes:
         try:
             return await super().body()
@@ -93,9 +123,20 @@ class _JsonRequest(Request):
             raise HTTPException(CLIENT_GONE, "the client left before it had sent its request") from error
 
     async def json(self) -> Any:
-        value = parse_json(await self.body())
-        check_sizes(value)
+        body = await self.body()
+        check_number_of_values(body)
+        if len(body) < LARGE:
+            return _checked(body)
+        await asyncio.sleep(0)
+        value = _checked(body)
+        await asyncio.sleep(0)
         return value
+
+
+def _checked(body: bytes) -> Any:
+    value = parse_json(body)
+    check_sizes(value)
+    return value
 
 
 class JsonRoute(APIRoute):
@@ -105,6 +146,6 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive))
+            return await handler(JsonRequest(request.scope, request.receive))
 
         return handle
