@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from mini_vllm.errors import InvalidRequestError
@@ -23,6 +24,10 @@ MAX_FORM_LENGTH = 64 * 1024  # characters of a schema, regex or grammar, or of a
 MAX_FORM_DEPTH = 64  # brackets inside brackets
 MAX_CHOICES = 1024
 PARAM = "structured_outputs"
+# Of JSON schema: what stands under these keys is no schema itself, and these values ask for nothing.
+_KEYS_OF_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_KEYS_OF_DATA = frozenset({"const", "enum", "default", "example", "examples"})
+_IDLE_KEYWORDS = MappingProxyType({"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True})
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -86,23 +91,28 @@ class ToolCallForm:
     """The form of an answer that calls functions. The server makes it of a request's tools (`api/tools.py`).
 
     Args:
-        grammar: in Lark, with a rule `start`; `@arguments_0`, ... stand for the schemas, `@answer` for the other form.
-        schemas: the JSON schema of each function's arguments; afterwards their texts.
+        grammar: in Lark, with a rule `start`; `@arguments_0`, ... stand for the arguments, `@answer` for the answer.
+        arguments: the form of each function's arguments, a JSON schema.
         answer: the form of an answer that calls nothing, if the grammar names it.
         origin: the request's field that the form came from, for errors.
     """
 
     grammar: str
-    schemas: tuple[str | Mapping[str, Any], ...]
+    arguments: tuple[StructuredOutputsParams, ...]
     answer: StructuredOutputsParams | None = None
     origin: str = field(default="tools", compare=False)
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "schemas", tuple(_schema_text(schema) for schema in self.schemas))
-            _check_text("the schemas of all functions together", ".".join(map(str, self.schemas)) + ".")
+            schemas = ".".join(str(arguments.json) for arguments in self.arguments)
+            _check_text("the schemas of all functions together", schemas + ".")
         except _BadForm as error:
             raise refuse(str(error), self.origin) from error
+
+    @property
+    def parts(self) -> tuple[StructuredOutputsParams, ...]:
+        """The forms that it is made of."""
+        return self.arguments if self.answer is None else (*self.arguments, self.answer)
 
 
 Form: TypeAlias = StructuredOutputsParams | ToolCallForm
@@ -130,10 +140,7 @@ def _schema_text(schema: Any) -> str:
             schema = parse_json(schema)
         if not isinstance(schema, Mapping):
             raise _BadForm(f"json must be a JSON schema, an object; got {str(schema)[:80]!r}")
-        # x-guidance would change our own settings of the compiler (white space, unknown keywords).
-        text = json.dumps(
-            {key: value for key, value in schema.items() if key != "x-guidance"}, ensure_ascii=False, allow_nan=False
-        )
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)  # of whatever Python made of it
     except RecursionError:
         raise _BadForm(f"json is nested deeper than {MAX_FORM_DEPTH} levels") from None
     except _BadForm:
@@ -142,7 +149,26 @@ def _schema_text(schema: Any) -> str:
         raise _BadForm(f"json is not a JSON schema: {str(error)[:200]}") from error
     _check_text("json", text)
     _check_depth(schema)
-    return text
+    # x-guidance would change our own settings of the compiler (white space, unknown keywords).
+    schema = {key: value for key, value in schema.items() if key != "x-guidance"}
+    return json.dumps(_without_idle_keywords(schema), ensure_ascii=False)
+
+
+def _without_idle_keywords(schema: Any) -> Any:
+    """A schema without keywords whose value asks for nothing: the compiler refuses them by their names."""
+    if isinstance(schema, (list, tuple)):
+        return [_without_idle_keywords(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _KEYS_OF_NAMED_SCHEMAS and isinstance(value, Mapping):
+            kept[key] = {name: _without_idle_keywords(one) for name, one in value.items()}
+        elif key in _KEYS_OF_DATA:
+            kept[key] = value
+        elif key not in _IDLE_KEYWORDS or value is not _IDLE_KEYWORDS[key]:
+            kept[key] = _without_idle_keywords(value)
+    return kept
 
 
 def _check_depth(schema: Any) -> None:

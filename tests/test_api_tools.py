@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,6 +27,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "pick", "parameters": COLOUR}},
 ]
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+MUST = {"tool_choice": "required"}
+NESTED: dict[str, Any] = {"type": "object"}
+for _ in range(200):
+    NESTED = {"type": "object", "properties": {"a": NESTED}}
 NAMED = {"type": "function", "function": {"name": "pick"}}
 
 
@@ -34,6 +39,10 @@ def served() -> Iterator[Served]:
     parts = {"tokenizer": byte_tokenizer(TEMPLATE), "max_model_len": 1024}
     with serving(tiny_transformer(), parts=parts) as one:
         yield one
+
+
+def function_with(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 def says(text: str) -> dict[str, Any]:
@@ -171,6 +180,14 @@ def test_response_format_is_the_form_of_the_answer_that_calls_nothing(served: Se
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOLS[0], function_with(NESTED)]}, "tools[1].function.parameters"),
+        *(
+            (
+                {"tools": [*TOOLS, function_with({"properties": {"a": wrong}, "required": ["a"]})], **MUST},
+                "tools[2].function.parameters",
+            )
+            for wrong in ({"uniqueItems": True}, {"pattern": "(["})
+        ),
         ({"tools": TOOLS[:1] * 2}, "tools"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
@@ -185,14 +202,32 @@ def test_response_format_is_the_form_of_the_answer_that_calls_nothing(served: Se
                 ],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0].function.parameters",
         ),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_bad_tools_are_refused_by_field(served: Served, fields: dict[str, Any], param: str) -> None:
     response = served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields})
     assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+def test_a_schema_with_nan_is_refused_in_words_of_json(served: Served) -> None:
+    tool = json.dumps(function_with({"properties": {"a": {"default": math.nan}}}))
+    body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{tool}]}}'
+    response = served.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "tools[0].function.parameters"
+    assert "NanOrInfinity is not JSON" in error["message"]
+
+
+def test_a_stop_string_ends_a_text_and_never_a_forced_call(served: Served) -> None:
+    fields = {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 200, "stop": ['"', "pick", "r", "é"]}
+    message, reason = both(served, **fields)
+    assert reason == "tool_calls"
+    jsonschema.validate(json.loads(message["tool_calls"][0]["function"]["arguments"]), COLOUR)
+    message, reason = both(served, tools=TOOLS, stop=["now"], **says("Not now"))
+    assert (message["content"], reason) == ("Not ", "stop")
 
 
 def test_tools_can_be_switched_off() -> None:

@@ -174,6 +174,11 @@ def test_a_model_without_an_end_of_sequence_is_refused() -> None:
         ({"grammar": "root ::= root"}, "no text satisfies"),
         ({"grammar": ""}, "not empty"),
         ({"grammar": "no grammar at all"}, "Expected"),
+        ({"grammar": 'root ::= ""'}, "but the empty one"),
+        ({"grammar": "root ::= "}, "but the empty one"),
+        ({"grammar": "start: "}, "but the empty one"),
+        ({"grammar": "start: a\na:"}, "but the empty one"),
+        ({"regex": "()"}, "but the empty one"),
         ({"choice": []}, "at least one"),
         ({"choice": "yes"}, "a list"),
         ({"choice": [1]}, "only texts"),
@@ -182,7 +187,7 @@ def test_a_model_without_an_end_of_sequence_is_refused() -> None:
         ({"json_object": False}, "must be true"),
         ({"json_object": 1}, "must be true"),
     ],
-    ids=range(34),
+    ids=range(39),
 )
 def test_a_form_that_cannot_be_had_is_refused_with_the_reason(form: Mapping[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as refused:
@@ -361,6 +366,19 @@ def test_a_keyword_that_cannot_be_enforced_is_refused(keyword: dict[str, Any]) -
         with pytest.raises(InvalidRequestError) as refused:
             compiler().compile(StructuredOutputsParams(json=schema, origin="response_format"))
         assert refused.value.param == "response_format"
+
+
+def test_a_keyword_that_asks_for_nothing_is_let_through_and_a_name_or_a_value_like_it_stays() -> None:
+    idle = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True}
+    assert StructuredOutputsParams(json={"allOf": [{"items": {**idle, "type": "string"}}], **idle}).json == (
+        '{"allOf": [{"items": {"type": "string"}}]}'
+    )
+    schema = {"type": "object", "properties": {"uniqueItems": False, "a": {"type": "array", **idle}}, "const": idle}
+    kept = StructuredOutputsParams(json=schema).json
+    assert isinstance(kept, str)
+    assert json.loads(kept) == {**schema, "properties": {"uniqueItems": False, "a": {"type": "array"}}}
+    form = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}, "uniqueItems": False})
+    assert compiler().compile(form).new_state().error is None
 
 
 def test_annotations_are_let_through() -> None:

@@ -49,7 +49,7 @@ def parse_json(body: bytes) -> Any:
         HTTPException: with status 400.
     """
     try:
-        value = json_text.parse_json(body, parse_constant=NotJson)
+        value = json_text.parse_json(body, parse_constant=NanOrInfinity)
         return without_lone_surrogates(value) if _MAY_HOLD_SURROGATE.search(body) else value
     except (ValueError, RecursionError) as error:  # the latter where the surrogates are looked for
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -78,8 +78,11 @@ def check_number_of_values(body: bytes) -> None:
         raise BodyError(f"the body holds more than {MOST_VALUES} values; send it in several requests")
 
 
-class NotJson:
-    """Stands for NaN or Infinity in a body. It is of no type that a field has, so that the field's error names it."""
+class NanOrInfinity:
+    """Stands for NaN or Infinity in a body. It is of no type that a field has, so that the field's error names it.
+
+    Some of these errors show the name of this class.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -39,13 +39,13 @@ class Tool:
     """A function that may be called.
 
     Args:
-        parameters: JSON schema of its arguments, an object's.
+        arguments: the form of its arguments, an object's JSON schema.
         is_strict: its arguments follow the schema in any case.
         shown: as the request had it, for the chat template.
     """
 
     name: str
-    parameters: Mapping[str, Any]
+    arguments: StructuredOutputsParams
     is_strict: bool
     shown: Mapping[str, Any]
 
@@ -107,6 +107,8 @@ class ToolPlan:
         if self.is_forced or self._is_bound or is_the_texts:
             own = answer if isinstance(answer, StructuredOutputsParams) and not self.is_forced else None
             params = replace(params, structured_outputs=self._form(own, parser, special_token))
+        if self.is_forced:
+            params = replace(params, stop=())  # stop strings end a text; a call that was demanded comes whole
         return self._showing(params, parser)
 
     def _showing(self, params: SamplingParams, parser: type[ToolParser]) -> SamplingParams:
@@ -139,12 +141,9 @@ class ToolPlan:
         else:
             start, rules = "free", rules + parser.free_rules(most, token)
         # Nobody asked for the arguments of a function without `strict` to be more than JSON.
-        is_enforced = [self.is_forced or tool.is_strict for tool in self.tools]
-        anything = {"type": "object"}
-        schemas = tuple(
-            tool.parameters if enforced else anything for tool, enforced in zip(self.tools, is_enforced, strict=True)
-        )
-        return ToolCallForm(f"%llguidance {{}}\nstart: {start}\n{rules}", schemas, answer)
+        anything = StructuredOutputsParams(json_object=True)
+        arguments = tuple(tool.arguments if self.is_forced or tool.is_strict else anything for tool in self.tools)
+        return ToolCallForm(f"%llguidance {{}}\nstart: {start}\n{rules}", arguments, answer)
 
 
 def plan_tools(tools: Sequence[Any] | None, choice: Any, is_parallel: bool | None) -> ToolPlan:
@@ -210,11 +209,11 @@ def _checked_tool(tool: Any, place: str) -> Tool:
         raise _refuse(f"{place}.function.description", f"must be a text; got {shown(function['description'])}")
     if not isinstance(strict, bool | None):
         raise _refuse(f"{place}.function.strict", f"must be true or false; got {shown(strict)}")
-    return Tool(name, _arguments_schema(parameters, place), bool(strict), tool)
+    return Tool(name, _arguments_form(parameters, place), bool(strict), tool)
 
 
-def _arguments_schema(parameters: Mapping[str, Any] | None, place: str) -> Mapping[str, Any]:
-    """The schema of a function's arguments: an object's, without properties that nobody named.
+def _arguments_form(parameters: Mapping[str, Any] | None, place: str) -> StructuredOutputsParams:
+    """The form of a function's arguments: an object's, without properties that nobody named.
 
     JSON schema lets an object have any more properties unless it says otherwise. A function takes the arguments that it
     has, so here it is the other way round.
@@ -225,7 +224,7 @@ def _arguments_schema(parameters: Mapping[str, Any] | None, place: str) -> Mappi
     if not any(word in schema for word in _OWN_TYPES):
         schema.setdefault("properties", {})
         schema["additionalProperties"] = False
-    return schema
+    return StructuredOutputsParams(json=schema, origin=f"{place}.function.parameters")
 
 
 def _refuse(place: str, reason: str) -> InvalidRequestError:

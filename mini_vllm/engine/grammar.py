@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
-from mini_vllm.engine.grammar_trial import GrammarTrial, VocabularyBytes, limits
-from mini_vllm.structured_outputs import Form, StructuredOutputsParams, ToolCallForm, refuse
+from mini_vllm.engine.grammar_trial import COMPILE_SECONDS, GrammarTrial, VocabularyBytes, limits
+from mini_vllm.errors import InvalidRequestError
+from mini_vllm.structured_outputs import Form, ToolCallForm, refuse
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -147,6 +149,28 @@ class GrammarCompiler:
             raise refuse(
                 "this model has no end-of-sequence token, so no answer could end where its form does", form.origin
             )
+        try:
+            grammar = self._compile(form)
+        except InvalidRequestError:
+            self._blame_a_part(form)
+            raise
+        with self._cache_lock:
+            self._cache[form] = grammar
+            if len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def _blame_a_part(self, form: Form) -> None:
+        """Raise the error of the function whose arguments are at fault, where a form of several has failed."""
+        if not isinstance(form, ToolCallForm):
+            return
+        deadline = time.monotonic() + COMPILE_SECONDS
+        for part in form.parts:
+            self._compile(part)
+            if time.monotonic() > deadline:
+                return
+
+    def _compile(self, form: Form) -> CompiledGrammar:
         source = _grammar_source(form)
         if _may_be_slow(form):
             self._try(form, source)
@@ -160,10 +184,8 @@ class GrammarCompiler:
             raise refuse(f"not all of it can be enforced: {_reason('; '.join(warnings))}", form.origin)
         if not state.mask().any() or state.error is not None:
             raise refuse(state.error or "no token of this model can begin such an answer", form.origin)
-        with self._cache_lock:
-            self._cache[form] = grammar
-            if len(self._cache) > CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
+        if state.is_finished:
+            raise refuse("no answer but the empty one has this form; it must allow some text", form.origin)
         return grammar
 
     def _try(self, form: Form, source: str) -> None:
@@ -219,8 +241,7 @@ def _may_be_slow(form: Form) -> bool:
     A word may also be a property's name; then a form is tried that need not be.
     """
     if isinstance(form, ToolCallForm):
-        inner = form.answer is not None and _may_be_slow(form.answer)
-        return inner or any(word in str(schema) for schema in form.schemas for word in _SLOW_WORDS)
+        return any(_may_be_slow(part) for part in form.parts)
     if form.regex is not None or form.grammar is not None:
         return True
     return isinstance(form.json, str) and any(word in form.json for word in _SLOW_WORDS)
@@ -250,10 +271,7 @@ def _grammar_source(form: Form) -> str:
 
 def _calls_source(form: ToolCallForm) -> str:
     """Grammars name each other with `@`: the calls' own one, then those of the arguments, then that of an answer."""
-    named = {
-        f"arguments_{index}": _grammar_source(StructuredOutputsParams(json=schema, origin=form.origin))
-        for index, schema in enumerate(form.schemas)
-    }
+    named = {f"arguments_{index}": _grammar_source(arguments) for index, arguments in enumerate(form.arguments)}
     if form.answer is not None:
         named["answer"] = _grammar_source(form.answer)
     grammars = [{"name": "calls", "lark_grammar": form.grammar}]

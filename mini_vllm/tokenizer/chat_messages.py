@@ -11,6 +11,7 @@ In vLLM: `vllm/entrypoints/chat_utils.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ def plain_json(value: Any, place: str, depth: int = 0) -> Any:
     """
     if depth > _MAX_DEPTH:
         raise InvalidRequestError(
-            f"{place[:60]}... is nested deeper than {_MAX_DEPTH} lists and objects.", param="messages"
+            f"{place[:60]}... is nested deeper than {_MAX_DEPTH} lists and objects.", param=re.split(r"[.\[]", place)[0]
         )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

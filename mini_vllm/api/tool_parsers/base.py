@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from mini_vllm.api.json_body import NotJson, without_lone_surrogates
+from mini_vllm.api.json_body import NanOrInfinity, without_lone_surrogates
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ToolParser(ABC):
 def parse_json(text: str) -> Any:
     """The value of a text that a model wrote; None if it is no JSON. Line breaks in strings are let through."""
     try:
-        return json.loads(text, strict=False, parse_constant=NotJson)
+        return json.loads(text, strict=False, parse_constant=NanOrInfinity)
     except (ValueError, RecursionError):
         return None
 
