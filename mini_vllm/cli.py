@@ -24,6 +24,7 @@ import typer
 
 from mini_vllm.commands.bench import bench
 from mini_vllm.commands.chat import chat
+from mini_vllm.commands.dataclass_flags import FLAGS_FROM_ENVIRONMENT
 from mini_vllm.commands.doctor import doctor
 from mini_vllm.commands.explain import explain
 from mini_vllm.commands.generate import generate
@@ -42,11 +43,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (generate, chat, explain, pull, models, doctor):
-    app.command()(command)
+for command in (generate, chat, serve, explain, pull, models, doctor):
+    app.command(context_settings=FLAGS_FROM_ENVIRONMENT)(command)
 app.add_typer(bench, name="bench")
-# A server is often started by a program: every flag can come from the environment, MINI_VLLM_PORT and so on.
-app.command(context_settings={"auto_envvar_prefix": "MINI_VLLM"})(serve)
 
 
 def _show_version(is_asked_for: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 from cli_helpers import A, CommandLine, build_cli_model
 from engine_doubles import EOS, ScriptedModel, assert_quiet, byte_tokenizer, make_engine
 
-from mini_vllm.commands.chat import ChatSession, StopSignal
+from mini_vllm.commands.chat import COMMANDS, ChatSession, StopSignal
 from mini_vllm.commands.terminal import Terminal
 from mini_vllm.engine.llm_engine import LLMEngine
 from mini_vllm.errors import InvalidRequestError
@@ -86,23 +86,24 @@ def test_system_sets_and_shows_the_system_prompt(capsys: pytest.CaptureFixture[s
     assert contents(session) == [("system", "talk like a pirate"), ("user", "Hi"), ("assistant", "yes")]
 
 
-def test_quit_leaves_at_once() -> None:
+@pytest.mark.parametrize("word", ["/quit", "/exit"])
+def test_quit_leaves_at_once(word: str) -> None:
     session = new_session(make_engine(ScriptedModel(answers_with(b"yes"))))
-    session.run(lines("/quit", "Hi"))
+    session.run(lines(word, "Hi"))
     assert contents(session) == []
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     new_session(make_engine(ScriptedModel(says_x))).run(lines("/help"))
     shown = capsys.readouterr().err
-    assert all(command in shown for command in ("/reset", "/system TEXT", "/help", "/quit", "Ctrl-C"))
+    assert all(command in shown for command in (*COMMANDS, "/system TEXT", "Ctrl-C"))
 
 
 def test_an_unknown_command_is_no_message_unless_a_space_stands_before_it(capsys: pytest.CaptureFixture[str]) -> None:
     session = new_session(make_engine(ScriptedModel(answers_with(b"yes"))))
     session.run(lines("/etc"))
     assert contents(session) == []
-    assert capsys.readouterr().err.startswith("error: no command /etc; /help shows them")
+    assert capsys.readouterr().err.startswith("error: no command /etc; there are /reset, /system, /help,")
     session.run(lines(" /etc"))
     assert contents(session) == [("user", "/etc"), ("assistant", "yes")]
 

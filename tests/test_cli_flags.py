@@ -134,6 +134,23 @@ def test_help_is_the_entry_of_the_docstring() -> None:
     }
 
 
+@pytest.mark.parametrize(("name", "text"), [("whole", "1.5"), ("whole", "many"), ("ids", "1e3"), ("part", "half")])
+def test_what_is_no_number_is_shown(name: str, text: str) -> None:
+    with pytest.raises(SystemExit, match=rf"Invalid value for '--{name}': must be a (whole )?number, got '{text}'"):
+        run(f"--{name}", text)
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "Hi"], ["chat"], ["bench", "throughput"], ["bench", "latency"]], ids=str
+)
+def test_flags_come_from_the_environment_where_they_are_not_given(command: list[str]) -> None:
+    def message_of(*flags: str) -> str:
+        return str(CliRunner(env={"MINI_VLLM_THREADS": "0"}).invoke(cli.app, [*command, *flags]).exception)
+
+    assert "threads must be a whole number of 1 or more, got 0" in message_of()
+    assert "max_model_len must be 2 or more" in message_of("--threads", "1", "--max-model-len", "1")
+
+
 @pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
 def test_every_field_has_such_an_entry(kind: type[Any]) -> None:
     assert set(field_texts(kind)) >= {field.name for field in dataclasses.fields(kind)}

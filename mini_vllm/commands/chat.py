@@ -36,9 +36,10 @@ HELP = """\
 /reset         forget the conversation, keep the system prompt
 /system TEXT   set the system prompt; /system alone shows it
 /help          this
-/quit          leave, as Ctrl-D does
+/quit, /exit   leave, as Ctrl-D does
 Ctrl-C stops an answer. A line that begins with a space is never a command."""
 
+COMMANDS = ("/reset", "/system", "/help", "/quit", "/exit")
 _NOT_IN_A_CHAT = frozenset({"n", "best_of", "logprobs", "prompt_logprobs", "structured_outputs"})
 
 
@@ -131,7 +132,7 @@ class ChatSession:
                 continue
             if line.startswith("/"):
                 name, _, rest = line.partition(" ")
-                if name == "/quit":
+                if name in ("/quit", "/exit"):
                     return
                 self._command(name, rest.strip())
             elif line.strip():
@@ -149,7 +150,8 @@ class ChatSession:
         elif name == "/system":
             self._terminal.show("no system prompt" if self._system is None else self._system)
         else:
-            self._terminal.error(f"no command {name}; /help shows them, and a space in front makes it a message")
+            known = ", ".join(COMMANDS)
+            self._terminal.error(f"no command {name}; there are {known}; a space in front makes it a message")
 
     def _take_turn(self, text: str) -> None:
         """Answer one message. A message that gets no answer leaves no trace in the conversation."""

@@ -36,6 +36,8 @@ import typer
 
 from mini_vllm.errors import InvalidRequestError
 
+# Of every command: what is not given may be in the environment, `--max-model-len` as MINI_VLLM_MAX_MODEL_LEN.
+FLAGS_FROM_ENVIRONMENT: dict[str, Any] = {"auto_envvar_prefix": "MINI_VLLM"}
 _SHORT = MappingProxyType({"model": "-m"})
 _METAVARS: Mapping[type[Any], str | None] = MappingProxyType({str: "TEXT", float: "X", int: "N", bool: None})
 
@@ -119,10 +121,29 @@ def _flag(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parame
         text += " [default: on]" if field.default else ""
     elif field.default is not None:
         text += f" [default: {field.default}]"
-    option = typer.Option(*names, help=text, metavar=metavar, show_default=False)
+    parser = _PARSERS.get(get_args(value_type)[0] if get_origin(value_type) is list else value_type)
+    option = typer.Option(*names, help=text, metavar=metavar, show_default=False, parser=parser)
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, option]
     )
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"must be a whole number, got {text[:80]!r}") from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"must be a number, got {text[:80]!r}") from error
+
+
+# Typer's own messages do not show what was given.
+_PARSERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType({int: _whole_number, float: _number})
 
 
 def _kinds(hint: Any) -> dict[Any, tuple[Any, ...]]:

@@ -35,8 +35,8 @@ def serve(
 
       curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The capital of France is"}'
 
-    Its pages are at http://127.0.0.1:8000/docs. Every flag can come from the environment as well: --max-queue-size is
-    MINI_VLLM_MAX_QUEUE_SIZE.
+    Its pages are at http://127.0.0.1:8000/docs. Every flag can come from the environment as well, as with all commands:
+    --max-queue-size is MINI_VLLM_MAX_QUEUE_SIZE.
 
     Ctrl-C (or SIGTERM) lets running requests finish; a second one does not.
     """

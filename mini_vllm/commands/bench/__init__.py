@@ -13,6 +13,7 @@ from mini_vllm.commands.bench.ladder import ladder
 from mini_vllm.commands.bench.latency import latency
 from mini_vllm.commands.bench.serving import serving
 from mini_vllm.commands.bench.throughput import throughput
+from mini_vllm.commands.dataclass_flags import FLAGS_FROM_ENVIRONMENT
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -20,4 +21,4 @@ bench = typer.Typer(
     help="Measure the engine: throughput, latency, serving over HTTP, the ladder of its ideas, other engines.",
 )
 for command in (throughput, latency, serving, ladder, compare):
-    bench.command()(command)
+    bench.command(context_settings=FLAGS_FROM_ENVIRONMENT)(command)
