@@ -50,7 +50,7 @@ _POSITIVE = (
     "kv_cache_memory",
     "threads",
 )
-_TEXTS = ("device", "policy", "attention_backend")
+_TEXTS = ("device", "policy", "attention_backend", "model_impl")
 _OPTIONAL_TEXTS = ("revision", "served_model_name", "chat_template", "trace")
 _PATHS = ("model", "chat_template", "trace")  # a pathlib.Path is as good as its text
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # any 64 bits, signed or not, as for a request's own seed
@@ -250,11 +250,12 @@ def parse_memory_size(value: int | str | None) -> int | None:
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
-    if match is None:
+    number = None if match is None else float(match.group(1)) * _SIZE_UNITS[match.group(2)]
+    if number is None or number >= 2**63:
         raise InvalidConfigError(
             f"kv_cache_memory must be bytes or text such as '2GiB', got {value!r}", field="kv_cache_memory"
         )
-    return int(float(match.group(1)) * _SIZE_UNITS[match.group(2)])
+    return int(number)
 
 
 def _bad_choice(name: str, value: object) -> InvalidConfigError:

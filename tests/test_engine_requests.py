@@ -60,6 +60,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (None, {}, "prompt"),
     (b"abc", {}, "prompt"),
     ([{"role": "user", "content": 5}], {}, "messages[0].content"),
+    ({}, {}, "prompt"),
+    ({"text": "Hello"}, {}, "prompt"),
+    ({"prompt": "Hello", "prompt_token_ids": [1]}, {}, "prompt"),
+    ({"prompt": [1]}, {}, "prompt"),
+    ({"prompt_token_ids": "Hello"}, {}, "prompt_token_ids"),
+    ({"prompt_token_ids": [{"role": "user", "content": "Hello"}]}, {}, "prompt_token_ids"),
+    ({"prompt_token_ids": [1.5]}, {}, "prompt"),
+    ({"prompt_token_ids": []}, {}, "prompt"),
     ([1] * 257, {}, "prompt"),
     ([1] * 256, {}, "prompt"),
     ([1] * 256, {"max_tokens": 1}, "prompt"),
@@ -479,6 +487,23 @@ def test_generate_takes_one_prompt_of_each_kind() -> None:
     assert llm.generate([], params) == []
 
 
+def test_prompts_may_be_objects_as_vllm_has_them() -> None:
+    llm, params = llm_over(echo_engine()), SamplingParams(temperature=0, max_tokens=5)
+    text, ids = llm.generate(["Hi", [72, 105]], params)
+    objects: list[Any] = [{"prompt": "Hi"}, {"prompt_token_ids": [72, 105]}, {"prompt_token_ids": np.array([1])}]
+    again = llm.generate(objects, params)
+    assert [output.prompt for output in again] == ["Hi", None, None]
+    assert [output.text for output in again[:2]] == [text.text, ids.text]
+    assert llm.generate({"prompt": "Hi"}, params)[0].prompt_token_ids == text.prompt_token_ids
+    assert llm.generate(["Hi", {"prompt_token_ids": [1, 2]}], params)[1].prompt_token_ids == [1, 2]
+
+
+@pytest.mark.parametrize("prompts", [{"promt": "Hi"}, [{"promt": "Hi"}], ["Hi", {"promt": "Hi"}]], ids=str)
+def test_the_key_that_an_object_should_not_have_is_named(prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="one of prompt and prompt_token_ids and nothing else; got 'promt'"):
+        llm_over(make_engine(tiny_transformer())).generate(prompts)
+
+
 @pytest.mark.parametrize("prompts", [5, None, 1.5])
 def test_generate_refuses_what_is_no_prompt(prompts: Any) -> None:
     with pytest.raises(InvalidRequestError):
@@ -501,7 +526,16 @@ def test_a_wrong_number_of_sampling_params_is_refused() -> None:
 
 # ---- config -------------------------------------------------------------------------------------------------------
 
-TEXTS = ("revision", "served_model_name", "device", "policy", "attention_backend", "chat_template", "trace")
+TEXTS = (
+    "revision",
+    "served_model_name",
+    "device",
+    "policy",
+    "attention_backend",
+    "chat_template",
+    "trace",
+    "model_impl",
+)
 
 
 @pytest.mark.parametrize(
@@ -522,6 +556,7 @@ TEXTS = ("revision", "served_model_name", "device", "policy", "attention_backend
             "max_num_batched_tokens",
         ),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory"),
+        ({"kv_cache_memory": "9" * 400}, "kv_cache_memory"),
         ({"kv_cache_memory_fraction": 0}, "kv_cache_memory_fraction"),
         ({"dtype": "int3"}, "dtype"),
         ({"scheduling": "random"}, "scheduling"),

@@ -31,7 +31,7 @@ from mini_vllm.api.logprobs import prompt_texts
 from mini_vllm.api.protocol import GenerationBody
 from mini_vllm.api.streaming import AnswerWriter, EventStream
 from mini_vllm.engine.async_engine import AsyncLLMEngine
-from mini_vllm.engine.input_processor import Prompt
+from mini_vllm.engine.prompts import PlainPrompt
 from mini_vllm.engine.request import Request
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ async def answer_request(
     http: HttpRequest,
     body: GenerationBody,
     params: SamplingParams,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PlainPrompt],
     make_writer: Callable[[Generation, PromptTexts], AnswerWriter],
     *,
     id_prefix: str,
@@ -101,7 +101,7 @@ def _make_request(
     engine: AsyncLLMEngine,
     body: GenerationBody,
     params: SamplingParams,
-    prompt: Prompt,
+    prompt: PlainPrompt,
     answer_id: str,
     number: tuple[int, int],
     template_options: Mapping[str, Any] | None,

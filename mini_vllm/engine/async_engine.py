@@ -31,8 +31,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mini_vllm.engine.input_processor import Prompt
 from mini_vllm.engine.llm_engine import EngineStats, LLMEngine
+from mini_vllm.engine.prompts import Prompt
 from mini_vllm.engine.request import Request
 from mini_vllm.errors import EngineDeadError
 from mini_vllm.outputs import CompletionOutput, RequestOutput

@@ -16,14 +16,14 @@ In vLLM: `vllm/v1/engine/input_processor.py` (`processor.py` in older versions).
 from __future__ import annotations
 
 import itertools
-import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.grammar import CompiledGrammar, GrammarCompiler
+from mini_vllm.engine.prompts import PlainPrompt, Prompt, checked_token_ids, is_chat, plain_prompt
 from mini_vllm.engine.request import Request
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.sampling_params import SamplingParams
@@ -31,7 +31,6 @@ from mini_vllm.structured_outputs import StructuredOutputsParams, ToolCallForm
 from mini_vllm.tokenizer.chat_template import ChatTemplate
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 COMPLETION_MAX_TOKENS = 16  # what a completion gets without max_tokens, as over the OpenAI API
 
 
@@ -100,8 +99,8 @@ class InputProcessor:
         Raises:
             InvalidRequestError: with the field at fault in `param`.
         """
-        prompt = without_arrays(prompt)
-        token_ids = self._tokenize(prompt, template_options or {})
+        plain = plain_prompt(prompt)
+        token_ids = self._tokenize(plain, template_options or {})
         asked_for = params.max_tokens
         params = params.resolve(self._facts.generation_defaults)
         params.check_vocabulary(self._facts.vocab_size)
@@ -113,13 +112,13 @@ class InputProcessor:
             raise InvalidRequestError(f"priority must be a whole number, got {priority!r}", param="priority")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}", param="cache_salt")
-        max_tokens = self._max_tokens(len(token_ids), asked_for, params, is_chat=is_chat(prompt))
+        max_tokens = self._max_tokens(len(token_ids), asked_for, params, is_chat=is_chat(plain))
         stop_ids, reasons = self._stop_token_ids(params)
         grammar = self._grammar(params)
         # Everything that can be refused has been, so a refused request moves neither the seeds nor the arrivals.
         return Request(
             request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
+            prompt=plain if isinstance(plain, str) else None,
             prompt_token_ids=token_ids,
             params=params,
             seed=_signed_64_bit(self._seeds.getrandbits(64) if params.seed is None else params.seed),
@@ -134,7 +133,7 @@ class InputProcessor:
             grammar=grammar,
         )
 
-    def _tokenize(self, prompt: Prompt, template_options: Mapping[str, Any]) -> list[int]:
+    def _tokenize(self, prompt: PlainPrompt, template_options: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
             self._check_text_length(prompt, "prompt")
             token_ids = self._tokenizer.encode(prompt)
@@ -147,7 +146,9 @@ class InputProcessor:
             if not token_ids:
                 raise InvalidRequestError("messages give an empty prompt under this chat template", param="messages")
         else:
-            token_ids = _checked_token_ids(prompt, self._max_model_len)
+            if isinstance(prompt, Sequence) and len(prompt) > self._max_model_len:  # before a million are looked at
+                raise _too_long(len(prompt), self._max_model_len, "prompt")
+            token_ids = checked_token_ids(prompt)
         return self._within_vocabulary(token_ids)
 
     def _check_text_length(self, text: str, param: str) -> None:
@@ -225,46 +226,12 @@ class InputProcessor:
         return ends | reasons.keys(), reasons
 
 
-def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a list of messages."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def without_arrays(prompt: Any) -> Any:
-    """The same prompt, or list of prompts, with an array (NumPy, PyTorch) as the list of its numbers."""
-    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
-
-
 def _too_long(num_tokens: int, limit: int, param: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"the prompt has {num_tokens} tokens, and the context holds {limit}, prompt and answer together; "
         f"shorten the prompt to {limit - 1} tokens or fewer",
         param=param,
     )
-
-
-def _checked_token_ids(prompt: Any, limit: int) -> list[int]:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-        raise InvalidRequestError(
-            f"prompt must be text, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
-        )
-    if not prompt:
-        raise InvalidRequestError("prompt is empty; it must hold at least one token id", param="prompt")
-    if len(prompt) > limit:  # before a million of them are looked at
-        raise _too_long(len(prompt), limit, "prompt")
-    if set(map(type, prompt)) == {int}:
-        return list(prompt)
-    return [_whole(token_id) for token_id in prompt]
-
-
-def _whole(token_id: Any) -> int:
-    """An integer of Python or NumPy as Python's; booleans and 1.0 are none."""
-    try:
-        if not isinstance(token_id, bool):
-            return operator.index(token_id)
-    except TypeError:
-        pass
-    raise InvalidRequestError(f"prompt must hold whole numbers, got {str(token_id)[:80]!r} in it", param="prompt")
 
 
 def _signed_64_bit(seed: int) -> int:

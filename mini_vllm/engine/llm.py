@@ -8,11 +8,10 @@ In vLLM: `vllm/entrypoints/llm.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any, cast
 
-from mini_vllm.engine.input_processor import Prompt, without_arrays
 from mini_vllm.engine.llm_engine import LLMEngine
+from mini_vllm.engine.prompts import Prompt, prompts_in
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.outputs import RequestOutput
 from mini_vllm.sampling_params import SamplingParams
@@ -37,7 +36,8 @@ class LLM:
         """Answer one prompt or many. They are batched together.
 
         Args:
-            prompts: one prompt (text, token ids, or chat messages) or a list of them.
+            prompts: one prompt or a list of them: text, token ids, chat messages, `{"prompt": text}`, or
+                `{"prompt_token_ids": ids}`.
             sampling_params: one for all, or one for each prompt.
 
         Returns:
@@ -46,7 +46,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or a parameter is refused; then none of them is answered.
         """
-        return self._run(_as_list(prompts), sampling_params, {})
+        return self._run(prompts_in(prompts), sampling_params, {})
 
     def chat(
         self,
@@ -63,7 +63,8 @@ class LLM:
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidRequestError("messages must be a non-empty list of messages", param="messages")
-        return self._run(_as_list(messages), sampling_params, template_options)
+        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        return self._run(cast("list[Prompt]", conversations), sampling_params, template_options)
 
     def _run(
         self,
@@ -87,18 +88,6 @@ class LLM:
             self.engine.drop_outputs(request_ids)
             raise
         return [finished[request_id] for request_id in request_ids]
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text, a list of ids, a list of messages) becomes a list of one; a 2-D array, a list of its rows."""
-    prompts = without_arrays(prompts)
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequestError(
-            f"prompts must be text, token ids, messages or a list of these, got {type(prompts).__name__}",
-            param="prompt",
-        )
-    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (Integral, Mapping)))
-    return [cast(Prompt, prompts)] if is_single else list(cast("Sequence[Prompt]", prompts))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

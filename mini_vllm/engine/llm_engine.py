@@ -30,8 +30,9 @@ from mini_vllm.cache.block_manager import BlockManager, BlockStats
 from mini_vllm.cache.prefix_cache import PrefixCacheStats
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine import events
-from mini_vllm.engine.input_processor import InputProcessor, ModelFacts, Prompt
+from mini_vllm.engine.input_processor import InputProcessor, ModelFacts
 from mini_vllm.engine.output_processor import OutputProcessor
+from mini_vllm.engine.prompts import Prompt
 from mini_vllm.engine.request import Request
 from mini_vllm.engine.scheduled_batch import ModelOutput, SampledToken, ScheduledBatch, split_batch
 from mini_vllm.engine.scheduler import Scheduler
@@ -155,7 +156,8 @@ class LLMEngine:
         """Take a request. It is computed by the calls of `step` that follow.
 
         Args:
-            prompt: text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`).
+            prompt: text, token ids, chat messages (`[{"role": "user", "content": "..."}]`), or an object with `prompt`
+                or `prompt_token_ids`.
             sampling_params: how to sample; or give its fields by name (`max_tokens=128, temperature=0.8`).
             request_id: one of your own; it must differ from those of all live requests.
             priority: smaller goes first, under `policy="priority"`.
