@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from engine_doubles import (
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine.llm import LLM
 from mini_vllm.engine.llm_engine import LLMEngine
+from mini_vllm.engine.sequence import Sequence
 from mini_vllm.errors import EngineDeadError, InvalidConfigError, InvalidRequestError
 from mini_vllm.outputs import FinishReason
 from mini_vllm.sampling_params import SamplingParams
@@ -379,22 +381,40 @@ def test_after_shutdown_requests_are_refused_and_a_step_returns_nothing() -> Non
     engine.shutdown()
 
 
-class AllTheSame:
-    """A policy without any wish."""
-
-    def key(self, sequence: object) -> tuple[int, ...]:
-        return ()
+def policy_of(monkeypatch: pytest.MonkeyPatch, key: Callable[[Any], Any]) -> str:
+    """The name of a policy with this key."""
+    policies = types.ModuleType("policies_of_a_test")
+    policies.Policy = type("Policy", (), {"key": lambda self, sequence: key(sequence)})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "policies_of_a_test", policies)
+    return "policies_of_a_test:Policy"
 
 
 def test_a_policy_whose_keys_tie_goes_by_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    policies = types.ModuleType("policies_of_a_test")
-    policies.AllTheSame = AllTheSame  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "policies_of_a_test", policies)
-    engine = echo_engine(policy="policies_of_a_test:AllTheSame", max_num_seqs=2)
+    engine = echo_engine(policy=policy_of(monkeypatch, lambda sequence: ()), max_num_seqs=2)
     ids = [engine.add_request("Hello", n=2, temperature=0, max_tokens=3) for _ in range(4)]
     outputs = run_to_end(engine)
     finished = sorted(ids, key=lambda one: outputs[one][-1].metrics.arrival_time)
     assert finished == ids and list(outputs) == ids
+
+
+def key_that_fails(prompt_length: int) -> tuple[int, ...]:
+    raise RuntimeError("no idea")
+
+
+@pytest.mark.parametrize("wrong_key", [key_that_fails, lambda length: ("text",), lambda length: None, lambda length: 5])
+def test_a_policy_without_a_key_refuses_the_request_and_the_queue_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, wrong_key: Callable[[int], Any]
+) -> None:
+    def key(sequence: Sequence) -> Any:
+        length = sequence.num_prompt_tokens
+        return wrong_key(length) if length == 3 else (length,)
+
+    engine = echo_engine(policy=policy_of(monkeypatch, key))
+    ids = [engine.add_request(prompt, temperature=0, max_tokens=3) for prompt in ("Hello", "Hi")]
+    with pytest.raises(InvalidConfigError, match=r"policies_of_a_test:Policy' has no key for a sequence: .*Error"):
+        engine.add_request("odd")
+    assert set(run_to_end(engine)) == set(ids)
+    assert_quiet(engine)
 
 
 def test_a_refused_request_does_not_move_the_seeds_of_the_next_one() -> None:

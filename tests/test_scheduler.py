@@ -300,7 +300,10 @@ def test_the_built_in_policies_have_names() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["lifo", "", ":", "no_such_module:Policy", "scripted_executor:Missing", ":Policy", "math:pi", "json:JSONEncoder"],
+    [
+        *("lifo", "", ":", "no_such_module:Policy", "scripted_executor:Missing", ":Policy", "math:pi"),
+        *("json:JSONEncoder", "asyncio:get_running_loop"),  # no policy; raises RuntimeError
+    ],
 )
 def test_a_policy_that_cannot_be_loaded_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidConfigError, match="policy") as caught:

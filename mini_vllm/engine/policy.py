@@ -40,14 +40,33 @@ class PriorityThenArrival:
         return (request.priority, request.arrival_index, sequence.index)
 
 
-class _ArrivalAmongEquals:
-    """A policy of the user's, whose keys may tie: the order must be one all the same, as a heap compares neighbours."""
+class _UsersPolicy:
+    """A policy of the user's, whose keys may tie, fail, or be of types that do not compare.
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
+    The order must be one all the same, as a heap compares neighbours: equals go by arrival, and a key that is none is
+    refused before a queue has been touched.
+
+    Args:
+        policy: the user's object.
+        name: as given in the config, for errors.
+    """
+
+    def __init__(self, policy: SchedulingPolicy, name: str) -> None:
         self._policy = policy
+        self._name = name
+        self._first: tuple[Any, ...] | None = None  # the key that all others must compare with
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
-        return (self._policy.key(sequence), sequence.group.request.arrival_index, sequence.index)
+        try:
+            key = self._policy.key(sequence)
+            if self._first is None:
+                self._first = key
+            _ = key < self._first
+        except Exception as error:  # whatever the user's code raises
+            raise InvalidConfigError(
+                f"policy {self._name!r} has no key for a sequence: {type(error).__name__}: {error}", field="policy"
+            ) from error
+        return (key, sequence.group.request.arrival_index, sequence.index)
 
 
 _BUILT_IN: dict[str, type[SchedulingPolicy]] = {"fcfs": FirstComeFirstServed, "priority": PriorityThenArrival}
@@ -64,11 +83,13 @@ def make_policy(name: str) -> SchedulingPolicy:
         )
     try:
         policy: SchedulingPolicy = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise InvalidConfigError(f"policy {name!r} cannot be loaded: {error}", field="policy") from error
+    except Exception as error:  # whatever the user's module raises
+        raise InvalidConfigError(
+            f"policy {name!r} cannot be loaded: {type(error).__name__}: {error}", field="policy"
+        ) from error
     if not callable(getattr(policy, "key", None)):
         raise InvalidConfigError(f"policy {name!r} has no method key(sequence)", field="policy")
-    return _ArrivalAmongEquals(policy)
+    return _UsersPolicy(policy, name)
 
 
 class WaitingQueue:
