@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 from mini_vllm.errors import ModelLoadError, UnsupportedModelError
 from mini_vllm.store.model_store import ModelFiles
 from mini_vllm.tokenizer.decoding import byte_level_alphabet
-from mini_vllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from mini_vllm.tokenizer.tokenizer import REMEMBERED_WORDS, Tokenizer, load_tokenizer
 
 EOS = {"__type": "AddedToken", "content": "</s>", "special": True, "normalized": False}
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": EOS}
@@ -161,3 +162,31 @@ def test_a_decoder_that_cannot_be_streamed_is_refused_at_the_start(tmp_path: Pat
     make_directory(tmp_path, decoder=decoders.WordPiece())
     with pytest.raises(UnsupportedModelError, match="WordPiece"):
         load(tmp_path)
+
+
+class Mallinfo(ctypes.Structure):
+    """Ten figures, of which the eighth is the bytes in use."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def heap_in_use() -> int:
+    """Bytes that the C library has given out."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    return int(mallinfo().numbers[7])
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33, or another C library")
+def test_a_tokenizer_does_not_grow_with_the_texts_that_it_has_seen(tmp_path: Path) -> None:
+    """The library remembers words; a text of one long word was kept for every request, up to ten thousand of them."""
+    tokenizer = load(make_directory(tmp_path))
+
+    def encode(first: int, last: int) -> None:
+        for number in range(first, last):
+            tokenizer.encode("".join("abcdefghij"[int(digit)] for digit in f"{number:06}") * 40)
+
+    encode(0, 3 * REMEMBERED_WORDS)
+    before = heap_in_use()
+    encode(3 * REMEMBERED_WORDS, 5 * REMEMBERED_WORDS)
+    assert heap_in_use() - before < 1_000_000  # 8 kB a word otherwise
