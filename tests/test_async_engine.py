@@ -12,6 +12,7 @@ import torch
 from engine_doubles import ScriptedModel, make_engine, tiny_transformer
 
 from mini_vllm.engine.async_engine import AsyncLLMEngine
+from mini_vllm.engine.output_stream import OutputStream
 from mini_vllm.errors import EngineDeadError, InvalidRequestError
 from mini_vllm.outputs import FinishReason, RequestOutput
 from mini_vllm.sampling_params import SamplingParams
@@ -53,6 +54,20 @@ def started() -> Iterator[Callable[..., AsyncLLMEngine]]:
     yield start
     for engine in engines:
         engine.shutdown(timeout=20)
+
+
+def test_streams_that_begin_to_wait_together_are_not_woken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand heartbeats at one moment would hold everybody up."""
+    waits: list[float] = []
+
+    async def run_out_of_patience() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_later", lambda wait, call: waits.append(wait) or loop.call_soon(call))
+        streams = [OutputStream(loop, frozenset({"one"}), only_final=False) for _ in range(100)]
+        assert await asyncio.gather(*(stream.take(10.0) for stream in streams)) == [[]] * 100
+
+    asyncio.run(run_out_of_patience())
+    assert len(set(waits)) > 90 and 5.0 <= min(waits) < 6.0 and 9.0 < max(waits) <= 10.0
 
 
 async def collect(engine: AsyncLLMEngine, prompt: Any, params: SamplingParams = GREEDY) -> list[RequestOutput]:

@@ -32,10 +32,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from mini_vllm.engine.llm_engine import EngineStats, LLMEngine
+from mini_vllm.engine.output_stream import OutputStream
 from mini_vllm.engine.prompts import Prompt
 from mini_vllm.engine.request import Request
 from mini_vllm.errors import EngineDeadError
-from mini_vllm.outputs import CompletionOutput, RequestOutput
+from mini_vllm.outputs import RequestOutput
 from mini_vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,12 @@ class AsyncLLMEngine:
         # Compiling a form may take seconds; those who ask for none do not wait for those who do.
         self._compilers = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="mini-vllm-grammar")
         self._changed = threading.Condition()  # guards the four fields below
-        self._additions: deque[tuple[Request, _Stream]] = deque()
+        self._additions: deque[tuple[Request, OutputStream]] = deque()
         self._aborts: deque[str] = deque()
         self._stopping = False
         self._death: EngineDeadError | None = None
-        self._streams: dict[str, _Stream] = {}  # only the engine's thread touches it
-        self._open: set[_Stream] = set()  # those with a reader
+        self._streams: dict[str, OutputStream] = {}  # only the engine's thread touches it
+        self._open: set[OutputStream] = set()  # those with a reader
         self._step_started: float | None = None
         self._stats = engine.stats
         self._thread = threading.Thread(target=self._run, name="mini-vllm-engine", daemon=True)
@@ -166,7 +167,7 @@ class AsyncLLMEngine:
             EngineDeadError: the engine has stopped, before or meanwhile.
         """
         live = {request.request_id for request in requests}
-        stream = _Stream(asyncio.get_running_loop(), frozenset(live), only_final=only_final)
+        stream = OutputStream(asyncio.get_running_loop(), frozenset(live), only_final=only_final)
         self._hand_in(requests, stream)
         try:
             while live:
@@ -268,7 +269,7 @@ class AsyncLLMEngine:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Put outputs into their streams, and wake each event loop once."""
-        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        woken: dict[asyncio.AbstractEventLoop, list[OutputStream]] = {}
         for output in outputs:
             stream = self._streams[output.request_id]
             if output.finished:
@@ -278,7 +279,7 @@ class AsyncLLMEngine:
         for loop, streams in woken.items():
             _call_in(loop, streams)
 
-    def _hand_in(self, requests: Sequence[Request], stream: _Stream) -> None:
+    def _hand_in(self, requests: Sequence[Request], stream: OutputStream) -> None:
         with self._changed:
             if self._death is not None:
                 raise self._death
@@ -295,103 +296,13 @@ class AsyncLLMEngine:
         self.engine.shutdown()
 
     @staticmethod
-    def _fail(streams: Collection[_Stream], death: EngineDeadError) -> None:
+    def _fail(streams: Collection[OutputStream], death: EngineDeadError) -> None:
         for stream in list(streams):
             stream.fail(death)
             _call_in(stream.loop, [stream])
 
 
-class _Stream:
-    """The way of the outputs of one reader's requests from the engine's thread to the reader.
-
-    Args:
-        loop: the reader's.
-        request_ids: of the requests whose outputs come here.
-        only_final: drop all outputs but the final ones.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, request_ids: frozenset[str], *, only_final: bool) -> None:
-        self.loop = loop
-        self.request_ids = request_ids
-        self._only_final = only_final
-        self._arrived = asyncio.Event()
-        self._lock = threading.Lock()
-        self._pending: dict[str, RequestOutput] = {}
-        self._failure: EngineDeadError | None = None
-        self._is_out_of_patience = False
-
-    def put(self, output: RequestOutput) -> bool:
-        """Leave an output for the reader; merge it if the last one is still there. True if it must be woken."""
-        if self._only_final and not output.finished:
-            return False
-        with self._lock:
-            is_first = not self._pending
-            earlier = self._pending.get(output.request_id)
-            self._pending[output.request_id] = output if earlier is None else merge_outputs(earlier, output)
-            return is_first
-
-    def fail(self, failure: EngineDeadError) -> None:
-        with self._lock:
-            self._failure = failure
-
-    def wake(self) -> None:
-        """Runs in the reader's loop."""
-        self._arrived.set()
-
-    async def take(self, patience: float | None) -> list[RequestOutput]:
-        """What has arrived since the last call; waits for it, but no longer than `patience` seconds.
-
-        What came before a failure is delivered first.
-        """
-        outputs = self._collect()
-        if outputs:
-            return outputs
-        self._is_out_of_patience = False
-        timer = None if patience is None else self.loop.call_later(patience, self._lose_patience)
-        try:
-            while not outputs and not self._is_out_of_patience:
-                await self._arrived.wait()
-                outputs = self._collect()
-            return outputs
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _lose_patience(self) -> None:
-        self._is_out_of_patience = True
-        self._arrived.set()
-
-    def _collect(self) -> list[RequestOutput]:
-        with self._lock:
-            outputs, self._pending = list(self._pending.values()), {}
-            if not outputs and self._failure is not None:
-                raise self._failure
-            self._arrived.clear()
-            return outputs
-
-
-def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of one request as one: the deltas joined, all else as in the later one."""
-    earlier = {choice.index: choice for choice in first.outputs}
-    choices = [
-        _merge_choices(earlier[choice.index], choice) if choice.index in earlier else choice
-        for choice in second.outputs
-    ]
-    return replace(second, outputs=choices)
-
-
-def _merge_choices(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    logprobs, texts = second.delta_logprobs, second.delta_token_texts
-    return replace(
-        second,
-        delta_text=first.delta_text + second.delta_text,
-        delta_token_ids=first.delta_token_ids + second.delta_token_ids,
-        delta_logprobs=None if logprobs is None else (first.delta_logprobs or []) + logprobs,
-        delta_token_texts=None if texts is None else (first.delta_token_texts or []) + texts,
-    )
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+def _call_in(loop: asyncio.AbstractEventLoop, streams: list[OutputStream]) -> None:
     def wake_all() -> None:
         for stream in streams:
             stream.wake()
