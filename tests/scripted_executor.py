@@ -18,9 +18,10 @@ from mini_vllm.config import EngineConfig
 from mini_vllm.engine import events
 from mini_vllm.engine.request import Request
 from mini_vllm.engine.scheduled_batch import ModelOutput, SampledToken, ScheduledBatch, split_batch
-from mini_vllm.engine.scheduler import Scheduler, SequenceChange
+from mini_vllm.engine.scheduler import Scheduler
 from mini_vllm.engine.sequence import Sequence as EngineSequence
 from mini_vllm.engine.sequence import SequenceGroup
+from mini_vllm.engine.sequence_change import SequenceChange
 from mini_vllm.outputs import FinishReason, TokenLogprobs
 from mini_vllm.sampling_params import SamplingParams
 

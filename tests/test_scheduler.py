@@ -963,6 +963,6 @@ def test_check_sees_a_place_that_was_counted_wrongly() -> None:
     engine = make_engine()
     engine.add("a", A[:3])
     engine.step()
-    engine.scheduler._num_seats += 1
+    engine.scheduler._running._num_taken += 1
     with pytest.raises(RuntimeError, match="seats"):
         engine.scheduler.check()

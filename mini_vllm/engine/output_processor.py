@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from mini_vllm.engine.scheduler import SequenceChange
 from mini_vllm.engine.sequence import Sequence, SequenceGroup
+from mini_vllm.engine.sequence_change import SequenceChange
 from mini_vllm.engine.stop_strings import StopStringMatcher
 from mini_vllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from mini_vllm.tokenizer.detokenizer import IncrementalDetokenizer

@@ -19,6 +19,9 @@ token budget. Prefill, a chunk of a prefill, decode, and computing again after a
 - The first sequence in policy order advances in every step, so nobody starves: sooner or later everyone is first.
 - A step costs O(running + admitted), however many wait.
 
+Its parts: `policy.py` (the order, and who waits), `running.py` (who runs), `batch_builder.py` (the batch in the
+making), `sequence_change.py` (what a drawn token does).
+
 In vLLM: `vllm/v1/core/sched/scheduler.py`.
 """
 
@@ -26,72 +29,19 @@ from __future__ import annotations
 
 import sys
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from mini_vllm.cache.block_manager import BlockCopy, BlockManager, BlockTable
+from mini_vllm.cache.block_manager import BlockManager, BlockTable
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine import events
+from mini_vllm.engine.batch_builder import BatchBuilder
 from mini_vllm.engine.policy import WaitingQueue, make_policy
-from mini_vllm.engine.scheduled_batch import (
-    Draw,
-    ModelOutput,
-    PromptLogprobsSpan,
-    SampledToken,
-    ScheduledBatch,
-    ScheduledSequence,
-)
+from mini_vllm.engine.running import RunningSequences
+from mini_vllm.engine.scheduled_batch import Draw, ModelOutput, SampledToken, ScheduledBatch
 from mini_vllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from mini_vllm.engine.sequence_change import SequenceChange, take_token
 from mini_vllm.engine.sequence_table import SequenceTable
-from mini_vllm.outputs import GRAMMAR_FAILED, FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceChange:
-    """What a step did to one sequence.
-
-    Args:
-        sequence: its `finish_reason` is set if a token, a length or an error ended it.
-        num_new_tokens: how many of its last tokens are new.
-        error: the reason behind finish reason `error`.
-    """
-
-    sequence: Sequence
-    num_new_tokens: int
-    error: str | None = None
-
-
-@dataclass
-class _Step:
-    """The batch in the making."""
-
-    budget: int
-    num_preempted: int = 0
-    sequences: list[ScheduledSequence] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobsSpan] = field(default_factory=list)
-    block_copies: list[BlockCopy] = field(default_factory=list)
-
-    def add(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Compute `num_new_tokens` more tokens of `sequence`, and draw if that reaches the last one it knows."""
-        start, index = sequence.num_computed_tokens, len(self.sequences)
-        end = start + num_new_tokens
-        self.sequences.append(ScheduledSequence(sequence.row, start, num_new_tokens, not sequence.is_decoding))
-        self.budget -= num_new_tokens
-        group, params = sequence.group, sequence.group.request.params
-        if end == sequence.num_tokens and group.request.max_tokens > 0:
-            # Before the fork, the siblings of n all draw from the last prompt token.
-            siblings = (sequence.index,) if group.is_forked else range(params.n)
-            mask = None if sequence.grammar is None else sequence.grammar.mask()
-            self.draws.extend(Draw(index, sample_index, end, mask) for sample_index in siblings)
-        if params.prompt_logprobs is not None and group.needs_prompt_logprobs:
-            # Entry 0 is None, entry p + 1 comes from the logits at p; after a preemption those already there are
-            # skipped.
-            first = max(start, len(group.prompt_logprobs) - 1)
-            last = min(end, sequence.num_prompt_tokens - 1)
-            if first < last:
-                self.prompt_logprobs.append(PromptLogprobsSpan(index, first, last, params.prompt_logprobs))
+from mini_vllm.outputs import FinishReason
 
 
 class Scheduler:
@@ -121,13 +71,10 @@ class Scheduler:
         self._token_budget = sys.maxsize if self._recomputes_all else config.max_num_batched_tokens
         self._chunks_prefill = config.enable_chunked_prefill
         self._scheduling = config.scheduling
-        self._max_num_seqs = config.max_num_seqs
         self._debug_checks = config.debug_checks
         self._policy = make_policy(config.policy)
         self._waiting = WaitingQueue(self._policy)
-        self._running: list[Sequence] = []  # in policy order
-        self._sequence_of_row: list[Sequence | None] = [None] * config.max_num_seqs
-        self._num_seats = 0  # of the running, and of their siblings to come
+        self._running = RunningSequences(self._policy, self.table, config.max_num_seqs)
         self._last_step_admitted = False
         self._batch_is_forming = False
 
@@ -194,7 +141,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Choose the work of the next step. The batch is empty if there is nothing to do."""
-        step = _Step(self._token_budget)
+        step = BatchBuilder(self._token_budget)
         if not self._running:
             # Static scheduling: the doors open when everyone has left, and nobody who was preempted comes back.
             first = self._waiting.peek()
@@ -210,13 +157,13 @@ class Scheduler:
             self._last_step_admitted = bool(step.sequences)
             if not step.sequences:
                 self._schedule_running(step)
-        batch = ScheduledBatch(step.sequences, step.draws, step.prompt_logprobs, step.block_copies)
+        batch = step.build()
         if self.listener is not None and batch.sequences:
             self.listener(self._describe(batch))
         return batch
 
-    def _schedule_running(self, step: _Step) -> None:
-        for sequence in self._running_in_turn():
+    def _schedule_running(self, step: BatchBuilder) -> None:
+        for sequence in self._running.in_turn():
             if step.budget <= 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
@@ -224,22 +171,13 @@ class Scheduler:
             if sequence.is_decoding and not self._make_room(sequence, step):
                 continue
             num_new = min(sequence.num_uncomputed_tokens, step.budget)
-            if sequence is self._running[0] and num_new > 1 and not self._recomputes_all:
+            if sequence is self._running.first and num_new > 1 and not self._recomputes_all:
                 # The first one always advances, but its prefill leaves one token to each decode.
                 num_decodes = sum(other.is_decoding for other in self._running)
                 num_new = min(num_new, max(1, step.budget - num_decodes))
             step.add(sequence, num_new)
 
-    def _running_in_turn(self) -> list[Sequence]:
-        """The first in policy order, then decodes, then prefills that have begun; each in policy order."""
-        decodes = [sequence for sequence in self._running if sequence.is_decoding]
-        if len(decodes) == len(self._running):
-            return decodes
-        first = self._running[0]
-        prefills = [sequence for sequence in self._running if not sequence.is_decoding and sequence is not first]
-        return [first, *(sequence for sequence in decodes if sequence is not first), *prefills]
-
-    def _make_room(self, sequence: Sequence, step: _Step) -> bool:
+    def _make_room(self, sequence: Sequence, step: BatchBuilder) -> bool:
         """Get the block that the decode of `sequence` writes to; False if it had to be preempted itself.
 
         The victims are later in policy order, so they have not been scheduled in this step yet; and a prefill needs no
@@ -247,7 +185,7 @@ class Scheduler:
         """
         table, write_from, num_tokens = sequence.block_table, sequence.num_computed_tokens, sequence.num_tokens
         while not self.block_manager.can_append(table, num_tokens, write_from):
-            victim = self._running[-1]
+            victim = self._running.last
             self._preempt(victim)
             step.num_preempted += 1
             if victim is sequence:
@@ -263,7 +201,7 @@ class Scheduler:
                 self.listener(events.BlocksAppended(sequence.group.request.request_id, sequence.index, new, copy))
         return True
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: BatchBuilder) -> None:
         """Let waiting sequences in while seats, blocks and budget last."""
         while (sequence := self._waiting.peek()) is not None and self._may_join(sequence):
             if step.budget <= 0:
@@ -282,10 +220,10 @@ class Scheduler:
         self._batch_is_forming = False  # stopped for want of requests, seats or blocks, not of budget
 
     def _may_join(self, sequence: Sequence) -> bool:
-        if self._num_seats + sequence.group.num_seats > self._max_num_seqs:
+        if not self._running.has_seats_for(sequence.group):
             return False
         if self._scheduling == "sequential":
-            return not self._running or self._running[0].group is sequence.group
+            return not self._running or self._running.first.group is sequence.group
         if self._scheduling == "static":
             return self._batch_is_forming or sequence.status is SequenceStatus.PREEMPTED
         return True
@@ -306,8 +244,7 @@ class Scheduler:
             group.num_cached_tokens = sequence.num_computed_tokens
             group.first_scheduled_time = self._clock()
         is_resumed = sequence.status is SequenceStatus.PREEMPTED
-        self._seat(sequence)
-        self._num_seats += group.num_seats
+        self._running.admit(sequence)
         if self.listener is not None:
             blocks = tuple(sequence.block_table.blocks)
             event = events.Admitted(
@@ -320,12 +257,6 @@ class Scheduler:
                 is_resumed=is_resumed,
             )
             self.listener(event)
-
-    def _seat(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.RUNNING
-        self.table.admit(sequence)
-        self._sequence_of_row[sequence.row] = sequence
-        insort(self._running, sequence, key=self._policy.key)
 
     # ---- preemption -------------------------------------------------------------------------------------------
 
@@ -347,10 +278,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> tuple[int, ...]:
         """Take row, seats and blocks of a running sequence back. Returns the blocks it held, if anyone listens."""
         freed = tuple(sequence.block_table.blocks) if self.listener is not None else ()
-        self._running.remove(sequence)
-        self._num_seats -= sequence.group.num_seats
-        self._sequence_of_row[sequence.row] = None
-        self.table.release(sequence)
+        self._running.release(sequence)
         self.block_manager.free(sequence.block_table)
         return freed
 
@@ -362,7 +290,7 @@ class Scheduler:
         Returns:
             The sequences that moved. Those that ended have a `finish_reason`, but keep their blocks until `finish`.
         """
-        sequences = [self._running_in_row(scheduled.row) for scheduled in batch.sequences]
+        sequences = [self._running.in_row(scheduled.row) for scheduled in batch.sequences]
         for sequence, scheduled in zip(sequences, batch.sequences, strict=True):
             if not self._recomputes_all:
                 sequence.num_computed_tokens = scheduled.start + scheduled.num_new_tokens
@@ -382,27 +310,7 @@ class Scheduler:
 
     def _commit_draw(self, parent: Sequence, draw: Draw, token: SampledToken) -> SequenceChange:
         sequence = parent if draw.sample_index == parent.index else self._fork(parent, draw.sample_index)
-        error = _failure(sequence, token)
-        if error is not None:
-            sequence.finish_reason = FinishReason.ERROR
-            return SequenceChange(sequence, 0, error)
-        self.table.append_token(sequence, token.token_id)
-        sequence.token_ids.append(token.token_id)
-        if token.logprobs is not None:
-            sequence.logprobs.append(token.logprobs)
-        self._check_stop(sequence, token.token_id)
-        return SequenceChange(sequence, 1)
-
-    def _check_stop(self, sequence: Sequence, token_id: int) -> None:
-        """End the sequence if its newest token is an end or its last one. Stop strings are the output processor's."""
-        request, num_output_tokens = sequence.group.request, sequence.num_output_tokens
-        if token_id in request.stop_token_ids and num_output_tokens > request.params.min_tokens:
-            sequence.finish_reason = FinishReason.STOP
-            sequence.stop_reason = request.stop_token_reasons.get(token_id)
-        elif sequence.grammar is not None and sequence.grammar.is_finished:
-            sequence.finish_reason = FinishReason.STOP  # also before min_tokens: there is nothing left to say
-        elif num_output_tokens >= request.max_tokens:
-            sequence.finish_reason = FinishReason.LENGTH
+        return take_token(sequence, token, self.table)
 
     def _commit_without_draw(
         self, batch: ScheduledBatch, sequences: list[Sequence], errors: dict[int, str]
@@ -429,7 +337,7 @@ class Scheduler:
         sibling = Sequence(parent.group, index, prompt, self.block_manager.fork(parent.block_table))
         sibling.num_computed_tokens = parent.num_computed_tokens
         parent.group.sequences.append(sibling)
-        self._seat(sibling)  # its seat was counted when the first one was admitted
+        self._running.seat(sibling)  # its seat was counted when the first one was admitted
         if self.listener is not None:
             blocks = tuple(sibling.block_table.blocks)
             self.listener(events.Forked(parent.group.request.request_id, index, blocks))
@@ -442,21 +350,15 @@ class Scheduler:
             sibling = Sequence(group, index, list(group.request.prompt_token_ids), BlockTable(first.block_table.root))
             sibling.status, sibling.finish_reason = SequenceStatus.FINISHED, reason
             if first.status is SequenceStatus.RUNNING:
-                self._num_seats -= 1
+                self._running.give_up_seat()
             group.sequences.append(sibling)
 
     # ---- figures and checks -----------------------------------------------------------------------------------
 
-    def _running_in_row(self, row: int) -> Sequence:
-        sequence = self._sequence_of_row[row]
-        if sequence is None:
-            raise RuntimeError(f"scheduler: row {row} of the batch belongs to nobody")
-        return sequence
-
     def _describe(self, batch: ScheduledBatch) -> events.StepScheduled:
         entries = []
         for scheduled in batch.sequences:
-            sequence = self._running_in_row(scheduled.row)
+            sequence = self._running.in_row(scheduled.row)
             entries.append(
                 events.SequenceScheduled(
                     sequence.group.request.request_id,
@@ -471,22 +373,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError if an invariant of queues, seats or blocks is broken (debug mode)."""
         self.block_manager.check(sequence.block_table for sequence in self._running)
-        seats = sum(1 if s.group.is_forked else s.group.request.params.n for s in self._running)
-        if seats != self._num_seats or seats > self._max_num_seqs:
-            raise RuntimeError(
-                f"scheduler: {self._num_seats} seats counted, {seats} taken, {self._max_num_seqs} there are"
-            )
+        self._running.check()
         for sequence in self._running:
             room = len(sequence.block_table.blocks) * self.block_manager.block_size
             if not sequence.num_computed_tokens <= sequence.num_tokens or room < sequence.num_computed_tokens:
                 raise RuntimeError(f"scheduler: {sequence.num_computed_tokens} tokens computed in {room} slots")
-
-
-def _failure(sequence: Sequence, token: SampledToken) -> str | None:
-    """Why the draw gave nothing that the sequence can go on with. If there is a grammar, the token moves it on."""
-    grammar = sequence.grammar
-    if grammar is None:
-        return token.error
-    if token.error is None:
-        grammar.advance(token.token_id)
-    return token.error if grammar.error is None else f"{GRAMMAR_FAILED}: {grammar.error}"
