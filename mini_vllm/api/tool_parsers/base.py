@@ -9,6 +9,8 @@ What always holds:
 - What comes out depends on the text alone, not on how it was cut into pieces. So a streamed answer and a whole one have
   the same calls, as both go this way.
 - A call comes out when it is whole and well formed. Anything else comes out as the text it was: nothing is lost.
+
+In vLLM: `vllm/tool_parsers/abstract_tool_parser.py`.
 """
 
 from __future__ import annotations
@@ -95,6 +97,14 @@ class ToolParser(ABC):
     @abstractmethod
     def _take(self, *, is_last: bool) -> Iterator[Part]:
         """Take what is decided away from the beginning of `_held`."""
+
+    def _take_text_before(self, mark: str, *, is_last: bool) -> str:
+        """Take the text before a mark away; `_held` then begins with the mark, or with what may become it, or ends."""
+        begin = self._held.find(mark)
+        if begin < 0:
+            begin = len(self._held) - (0 if is_last else beginning_of(mark, self._held))
+        text, self._held = self._held[:begin], self._held[begin:]
+        return text
 
     def _call(self, value: Any, *, needs_arguments: bool = False) -> ParsedCall | None:
         """The call that a JSON value stands for; None if it is none."""

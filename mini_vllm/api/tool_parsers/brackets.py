@@ -5,6 +5,8 @@
     begins       the bracket that closes it; the one in the string does not count
 
 Where it stands: the tool parsers ask it before they parse. It looks at every character once, however the text is cut.
+
+In vLLM: nothing; its parsers use a library that reads JSON which is not whole.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from mini_vllm.api.tool_parsers.base import (
     Part,
     TokenRule,
     ToolParser,
-    beginning_of,
     more_calls,
     parse_json,
 )
@@ -53,11 +52,7 @@ class HermesParser(ToolParser):
     def _take(self, *, is_last: bool) -> Iterator[Part]:
         while True:
             if not self._is_inside:
-                begin = self._held.find(BEGIN)
-                if begin < 0:
-                    begin = len(self._held) - (0 if is_last else beginning_of(BEGIN, self._held))
-                yield self._held[:begin]
-                self._held = self._held[begin:]
+                yield self._take_text_before(BEGIN, is_last=is_last)
                 if not self._held.startswith(BEGIN):
                     return
                 self._is_inside, self._scanner, self._searched = True, BracketScanner(), len(BEGIN)

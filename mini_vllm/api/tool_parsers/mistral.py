@@ -16,7 +16,6 @@ from mini_vllm.api.tool_parsers.base import (
     Part,
     TokenRule,
     ToolParser,
-    beginning_of,
     more_calls,
     parse_json,
 )
@@ -57,11 +56,7 @@ class MistralParser(ToolParser):
     def _take(self, *, is_last: bool) -> Iterator[Part]:
         while True:
             if not self._is_inside:
-                begin = self._held.find(MARK)
-                if begin < 0:
-                    begin = len(self._held) - (0 if is_last else beginning_of(MARK, self._held))
-                yield self._held[:begin]
-                self._held = self._held[begin:]
+                yield self._take_text_before(MARK, is_last=is_last)
                 if not self._held.startswith(MARK):
                     return
                 self._is_inside, self._scanner = True, BracketScanner()
