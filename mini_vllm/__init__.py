@@ -5,6 +5,8 @@ The public names are imported on first use, so that `import mini_vllm` is quick 
 The way of a request, always in this direction:
 
     api -> engine -> scheduler -> worker -> model (+ cache tensors) -> sampler -> engine -> api
+
+In vLLM: `vllm/__init__.py`, lazy as well.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """`python -m mini_vllm`, and what the command `mini-vllm` runs.
 
 Where it stands: before everything else, so that Ctrl-C has no traceback even while the command line is being imported.
+
+In vLLM: nothing; its command is `vllm/entrypoints/cli/main.py`.
 """
 
 from __future__ import annotations

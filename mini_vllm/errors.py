@@ -12,6 +12,8 @@ raises one of these; an `AssertionError`, `KeyError` or the like that reaches a 
     |- KernelBuildError         the fast kernels cannot be built or loaded: the engine runs without them, unless told to
     `- ModelLoadError           a model's files are damaged, incomplete or of the wrong shape
        `- UnsupportedModelError an architecture, rope type, activation or format that is not implemented
+
+In vLLM: `vllm/v1/engine/exceptions.py`; elsewhere ValueError.
 """
 
 from __future__ import annotations

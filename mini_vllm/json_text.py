@@ -5,6 +5,8 @@ exception to think of.
 
 What always holds: a text that is no JSON, or none that Python can hold, is a ValueError. `json.loads` alone raises
 RecursionError for a hundred thousand brackets, which a file or a client can easily send.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

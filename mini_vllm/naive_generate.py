@@ -7,6 +7,8 @@ Read this first. Everything else in mini vLLM exists because these loops serve o
 
 Both take the most likely token at each step, and both give the same tokens: so does the engine, in every mode.
 `python -m mini_vllm.naive_generate "The capital of France is"` runs both and times them.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -234,3 +234,9 @@ def test_module_level_collections_are_constants(name: str) -> None:
     assert not [one for one in collections if not CONSTANT.fullmatch(one)]
     assert not collections & set(changed_names(tree)), "a constant is changed"
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "a global statement"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_and_what_it_is_in_vllm(name: str) -> None:
+    text = ast.get_docstring(syntax_tree(MODULES[name])) or ""
+    assert "In vLLM:" in text or MODULES[name].stat().st_size == 0

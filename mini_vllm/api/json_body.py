@@ -10,6 +10,8 @@ A large body keeps nobody waiting. Reading JSON cannot be interrupted, not even 
 there are values: so these are counted in the text, and too many are refused before one of them is made. No list or
 object is longer than any request needs: otherwise Pydantic would make a million errors of a million wrong entries.
 Between the steps of reading a large body everybody else has a turn.
+
+In vLLM: nothing; FastAPI's own reader.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Greedy tokens are equal in every mode up to rounding: batches of another shape a
 moves a logit by about 1e-5. Where the two best tokens are closer than `NEAR_TIE`, either may win, and what follows is
 another text. So the first token that differs is looked at: a near tie is counted and reported, anything else is a bug
 and the run is refused.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

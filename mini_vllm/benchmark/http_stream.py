@@ -5,6 +5,8 @@ time, since the load generator and the server often share a machine.
 
     stream_events   POST; the data of each server-sent event, without its end mark
     get_json        GET; one JSON value
+
+In vLLM: `vllm/benchmarks/lib/endpoint_request_func.py`.
 """
 
 from __future__ import annotations

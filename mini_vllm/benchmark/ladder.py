@@ -22,6 +22,8 @@ figure per second is not hurt by that. Rungs with slots and rungs with blocks ha
 What always holds: rungs of one workload give the same greedy tokens, or the run is refused (`equality.py`). That is
 checked in float32, the default here. In bfloat16 the plain PyTorch path may choose otherwise where two tokens are
 nearly equal; there the number of differing answers is reported instead.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The ladder as a chart: tokens a second, memory, and the worst gap, a bar a rung.
 
 Where it stands: `mini-vllm bench ladder --plot FILE.svg`; the only place that needs matplotlib (the extra `plot`).
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

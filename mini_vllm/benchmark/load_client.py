@@ -5,6 +5,8 @@ its URL alone.
 
 What always holds: tokens are counted from what came back: by their ids where the server sends them, else as the usage
 at the end of the stream says. An answer without either has failed.
+
+In vLLM: `vllm/benchmarks/serve.py`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Where it stands: between `commands/bench/` and the benchmarks. Importing it load
 every start of `mini-vllm` reads the flags.
 
 What always holds: options that exist are of the right form; a wrong one raises `InvalidConfigError` with its name.
+
+In vLLM: `add_cli_args` in each file of `vllm/benchmarks/`.
 """
 
 from __future__ import annotations

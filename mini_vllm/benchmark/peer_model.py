@@ -4,6 +4,8 @@ Where it stands: beside `compare.py`. vLLM, transformers and OpenVINO's exporter
 safetensors. A model that is one is used as it is; a GGUF file is written out once, in the dtype that is compared.
 
 What always holds: the directory is whole or absent.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ up as its own documentation advises for a CPU, without a prefix cache.
 
 What always holds: every engine does the same phases in the same order: load, a first token, a warm-up, then each phase
 `repeats` times.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

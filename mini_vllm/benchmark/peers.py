@@ -4,6 +4,8 @@ Where it stands: below `compare.py`. An engine is started as `peer_process.py` u
 a peer that is a URL is loaded over HTTP.
 
 What always holds: a peer that fails gives `{"error": its last words}` and nothing else stops.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

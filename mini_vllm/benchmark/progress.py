@@ -2,6 +2,8 @@
 
 Where it stands: beside the runner, which says what it begins and how many tokens have come back. The bar is drawn a few
 times a second by a thread of its own; a draw takes about a millisecond, which is why nothing is drawn at every step.
+
+In vLLM: nothing; tqdm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What a run leaves behind: each request as its user saw it, each step's times, memory held and wasted.
 
 Where it stands: the runner and the load generator write these; the reports read them.
+
+In vLLM: `RequestFuncOutput` in `vllm/benchmarks/lib/endpoint_request_func.py`.
 """
 
 from __future__ import annotations

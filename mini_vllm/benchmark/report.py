@@ -3,6 +3,8 @@
 Where it stands: after the runs. It computes from what was recorded and measures nothing itself.
 
 What always holds: no figure goes without its header: machine, threads, versions, dtype, pool, seed, prefix-cache hits.
+
+In vLLM: `vllm/benchmarks/lib/utils.py`.
 """
 
 from __future__ import annotations

@@ -13,4 +13,6 @@ and what they share:
 
 What always holds: stdout carries answers (or what a command was asked for) and nothing else. Importing any of these
 loads no torch, so that `mini-vllm --help` is quick; what is heavy is imported inside the functions that need it.
+
+In vLLM: `vllm/entrypoints/cli/`.
 """

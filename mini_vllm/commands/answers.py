@@ -7,6 +7,8 @@
 Where it stands: `generate` pushes every output of `LLMEngine.step` into one of the two writers.
 
 What always holds: the text on stdout is each answer followed by one line break, and nothing else.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Each turn sends the whole conversation again; the prefix cache makes that cheap.
 
 Ctrl-C during an answer is not the usual exception, which could strike in the middle of a step: it sets a flag that is
 read between two steps, and the request is aborted in good order.
+
+In vLLM: `ChatCommand` in `vllm/entrypoints/cli/openai.py`, a client of a server.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Where it stands: it asks the functions that the engine asks at its start, so what it says is what would happen. It
 reads and computes a little, but downloads and changes nothing.
+
+In vLLM: `vllm/collect_env.py`.
 """
 
 from __future__ import annotations

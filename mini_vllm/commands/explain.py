@@ -4,6 +4,8 @@
 
 This is the real engine with the real model; only the pool is small. What is printed goes to standard output: in colour
 on a terminal, plain in a pipe or with NO_COLOR set.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Where it stands: read from the final `RequestOutput` of a request; shown on stderr after an answer and kept in the
 JSON lines.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 
 A prompt is continued as it stands: that is what *generate* means, and what a model without a chat template can do.
 With --chat it is a user's message instead.
+
+In vLLM: `CompleteCommand` in `vllm/entrypoints/cli/openai.py`, a client of a server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`mini-vllm models`: what is in the store, and what could be."""
+"""`mini-vllm models`: what is in the store, and what could be.
+
+In vLLM: nothing.
+"""
 
 from __future__ import annotations
 

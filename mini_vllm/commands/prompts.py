@@ -6,6 +6,8 @@
                    {"prompt": "text" or [token ids]}  or  {"messages": [{"role": ..., "content": ...}]}
 
 What always holds: there is at least one prompt, and its source is named in every error.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

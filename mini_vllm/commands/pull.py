@@ -1,4 +1,7 @@
-"""`mini-vllm pull`: fetch a model now, so that later starts need no network."""
+"""`mini-vllm pull`: fetch a model now, so that later starts need no network.
+
+In vLLM: nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """`mini-vllm serve`: the HTTP server.
 
 flags -> ServerConfig, EngineConfig -> api/process.py, which loads the model while it already listens
+
+In vLLM: `vllm/entrypoints/cli/serve.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Where it stands: first thing in every command that runs a model. The model is fetched before the spinner starts, since
 a pull has a progress bar of its own.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

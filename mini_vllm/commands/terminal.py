@@ -6,6 +6,8 @@ Where it stands: every command that runs a model makes one `Terminal` first.
     warnings, errors          yes                      yes
     figures, notes, spinner   yes, unless --quiet      no, unless --verbose
     the log                   with --verbose           with --verbose
+
+In vLLM: nothing; `vllm/logger.py` for the log.
 """
 
 from __future__ import annotations

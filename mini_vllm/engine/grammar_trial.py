@@ -10,6 +10,8 @@ gives up where there is too much, but not in every place: a schema of two thousa
 thirty patterns at once kept it busy for six minutes. A thread in the middle of that cannot be stopped; a process can.
 
 What always holds: a trial takes no longer than its limit; whatever happens to the other process, this one lives.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

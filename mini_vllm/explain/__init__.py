@@ -4,4 +4,6 @@
                                                      `---> narrator, which prints them
 
 Nothing here changes the engine; it listens to the events and reads the scheduler's public state between steps.
+
+In vLLM: nothing.
 """

@@ -2,6 +2,8 @@
 
 Where it stands: the story asks for a lesson with each event; `Lessons` gives each one once, with the numbers of the
 event at hand, so that a reader can check them in the picture below.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

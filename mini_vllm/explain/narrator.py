@@ -1,6 +1,8 @@
 """The narrator: prints what happens, step by step, and what it came to.
 
 Where it stands: the outermost part of `mini-vllm explain`; it adds requests to the engine and calls `step`.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ that step and for the state of the queues and of the pool.
 
 What always holds: a block's `token_ids` are the tokens whose keys and values are in it, in the order of its slots, also
 when the block is cached but free.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ Where it stands: drawn by the narrator after every step. It needs no colour to b
             2      B       │ and│·│·│·│
             3      cached  │Once│ upon│ a│ time│
             4-11   free
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

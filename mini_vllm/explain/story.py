@@ -1,6 +1,8 @@
 """The story: the events of one step as sentences, each followed by its lesson the first time.
 
 Where it stands: between the observer, which has collected the events, and the narrator, which prints what comes back.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -6,4 +6,6 @@ Where it stands: below the model, which takes a twin where one fits. Nothing her
 
 What always holds: every kernel has a plain PyTorch function beside it that says what is right, and a test that holds
 the two together.
+
+In vLLM: `csrc/`, and `vllm/_custom_ops.py` above it.
 """

@@ -11,6 +11,8 @@ Where it stands: called by `hf_backend.py` at load, the weights in place. Four t
 In all of them a stand-in takes the place of attention that lets each token see itself alone.
 
 What always holds: a model that does not fit is refused here, by what it did, whatever its name.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

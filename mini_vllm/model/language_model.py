@@ -1,6 +1,8 @@
 """`LanguageModel`: all that the rest of the engine asks of a model.
 
 Where it stands: the border between worker and model. `Transformer` is one; so is a test double with scripted logits.
+
+In vLLM: `VllmModelForTextGeneration` in `vllm/model_executor/models/interfaces_base.py`.
 """
 
 from __future__ import annotations

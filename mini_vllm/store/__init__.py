@@ -20,4 +20,6 @@ On disk, under `MINI_VLLM_HOME` (`~/.cache/mini-vllm`):
     converted/...               made from models, and made again when missing (`ModelFiles.cache_dir`)
 
 Any folder of it may be deleted by hand when no engine runs.
+
+In vLLM: `vllm/model_executor/model_loader/weight_utils.py`.
 """

@@ -11,6 +11,8 @@ What always holds:
    end with a whole target. No lock is needed, and none can be left behind.
 3. An error inside the `with` block leaves nothing. What a killed process left is removed by the next writer of the same
    target, once it is a day old.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

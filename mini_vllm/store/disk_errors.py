@@ -3,6 +3,8 @@
 Where it stands: around everything that `pypi_wheel.py` and `huggingface.py` write. Room is checked twice: before the
 first byte is fetched, since a message then is better than one after ten minutes, and at each write, since others fill
 the disk meanwhile.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

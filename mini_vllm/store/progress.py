@@ -1,6 +1,8 @@
 """What a pull shows while it goes: a bar on a terminal, one line before and one after everywhere else.
 
 Where it stands: used by the two ways to fetch a model. All of it goes to stderr, so that stdout carries answers only.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

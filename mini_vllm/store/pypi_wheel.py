@@ -9,6 +9,8 @@ passwords are the user's settings, and whoever could install mini vLLM can pull 
 and none of its code runs.
 
 What always holds: the file in the store has the expected SHA-256; it does not matter where the wheel came from.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

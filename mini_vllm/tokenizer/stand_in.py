@@ -2,6 +2,8 @@
 
 Where it stands: made at start-up in place of the model's own. Ids 0 to 255 are bytes, so any text can be encoded and
 what was encoded reads back; every other id is a word of its own that no text becomes.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Where it stands: flags in, tables and files out; the measuring is in `benchmark/`. One file a benchmark; what they share
 is in `shared.py`.
+
+In vLLM: `vllm/entrypoints/cli/benchmark/`.
 """
 
 from __future__ import annotations

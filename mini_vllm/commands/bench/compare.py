@@ -1,4 +1,7 @@
-"""`mini-vllm bench compare`."""
+"""`mini-vllm bench compare`.
+
+In vLLM: nothing.
+"""
 
 from __future__ import annotations
 

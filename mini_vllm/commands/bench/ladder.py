@@ -1,4 +1,7 @@
-"""`mini-vllm bench ladder`."""
+"""`mini-vllm bench ladder`.
+
+In vLLM: nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`mini-vllm bench latency`."""
+"""`mini-vllm bench latency`.
+
+In vLLM: `vllm/entrypoints/cli/benchmark/latency.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`mini-vllm bench serving`."""
+"""`mini-vllm bench serving`.
+
+In vLLM: `vllm/entrypoints/cli/benchmark/serve.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What the benchmarks' commands share: the flags of a report, and what is done with one.
 
 Where it stands: between the commands of `bench` and `benchmark/report.py`.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`mini-vllm bench throughput`."""
+"""`mini-vllm bench throughput`.
+
+In vLLM: `vllm/entrypoints/cli/benchmark/throughput.py`.
+"""
 
 from __future__ import annotations
 

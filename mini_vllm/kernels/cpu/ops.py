@@ -4,6 +4,8 @@ Where it stands: the model's fast modules and the attention backend call these; 
 
 What always holds: float32 and bfloat16 only, every tensor on the CPU. A row of a result depends on that row alone, so
 it has the same bits in every batch.
+
+In vLLM: `vllm/_custom_ops.py`.
 """
 
 from __future__ import annotations

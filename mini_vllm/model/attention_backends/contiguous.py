@@ -6,6 +6,8 @@ sequence is.
 
     slot 0   [The cat sat on the mat . . . . . . . . . . . . . . . . . .]    6 of 24 places used
     slot 1   [Once upon a time there . . . . . . . . . . . . . . . . . .]    5 of 24
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Where it stands: the first rung of the ladder. A step's tokens *are* the context, so keys and values come straight from
 this step's projections. The work of step t grows with t, and that of a text with the square of its length: this is
 what a KV cache saves.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Cohere's Command R: attention and feed-forward network side by side behind one LayerNorm, rotary pairs interleaved.
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: `vllm/model_executor/models/commandr.py`.
 """
 
 from __future__ import annotations

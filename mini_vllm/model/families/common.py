@@ -3,6 +3,8 @@
 Where it stands: each family's reader starts with `read_common` and changes the rest with `dataclasses.replace`.
 
 What always holds: a key that changes the numbers is either read by the family or has the value that changes nothing.
+
+In vLLM: nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ the embedding as head. Gemma 2 caps scores and logits, norms the output of both 
 layer slide; Gemma 3 norms queries and keys instead of capping, and its sliding layers have a rotary base of their own.
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: `gemma.py`, `gemma2.py` and `gemma3.py` in `vllm/model_executor/models/`.
 """
 
 from __future__ import annotations

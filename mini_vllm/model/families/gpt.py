@@ -1,6 +1,8 @@
 """GPT-2, GPT-NeoX (Pythia) and StarCoder2: LayerNorm with bias, biases everywhere, and a network without a gate.
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: `gpt2.py`, `gpt_neox.py` and `starcoder2.py` in `vllm/model_executor/models/`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Granite 3: a Llama with four multipliers, of embedding, scores, residual branches and logits.
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: `vllm/model_executor/models/granite.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Llama and its nearest kin: Mistral, Qwen2 and Qwen3.
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: `llama.py`, `qwen2.py` and `qwen3.py` in `vllm/model_executor/models/`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
 
 Where it stands: listed in `architectures.py`; the layers themselves are in `feed_forward.py`.
+
+In vLLM: `mixtral.py`, `qwen2_moe.py`, `qwen3_moe.py` and `olmoe.py` in `vllm/model_executor/models/`.
 """
 
 from __future__ import annotations

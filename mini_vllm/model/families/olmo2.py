@@ -1,6 +1,8 @@
 """OLMo 2: norms after attention and feed-forward network instead of before, and over all heads of queries and keys.
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: `vllm/model_executor/models/olmo2.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: a Llama whose checkpoints hold q/k/v and gate/up joined, with "longrope".
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: `vllm/model_executor/models/phi3.py`.
 """
 
 from __future__ import annotations

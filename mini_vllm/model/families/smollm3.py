@@ -1,6 +1,8 @@
 """SmolLM3: a Llama in which some layers have no rotary embedding (NoPE).
 
 Where it stands: listed in `architectures.py`.
+
+In vLLM: nothing of its own; it runs through the transformers library.
 """
 
 from __future__ import annotations
