@@ -323,6 +323,13 @@ def test_a_failed_build_leaves_a_note_alone_and_says_where_it_failed(
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".failed"]
 
 
+def test_a_folder_that_takes_nothing_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "kernels_are_loaded", lambda: False)
+    (tmp_path / "kernels").write_text("a file where the folder should be")
+    with pytest.raises(KernelBuildError, match=r"cannot be kept under .*kernels: .*File exists"):
+        build.load_kernels(tmp_path, is_demanded=False)
+
+
 def test_a_compiler_that_failed_is_tried_again_only_if_it_changed_or_is_demanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

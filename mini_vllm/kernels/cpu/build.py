@@ -17,6 +17,7 @@ In vLLM: `cmake/cpu_extension.cmake`; there the kernels are built when the packa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -156,8 +157,10 @@ def _build_or_note(folder: Path) -> None:
     try:
         _build(folder, compiler)
         note.unlink(missing_ok=True)
+    except OSError as error:
+        raise KernelBuildError(f"the kernels cannot be kept under {folder.parent}: {error}") from error
     except KernelBuildError as error:
-        with atomic_file(note) as unfinished:
+        with contextlib.suppress(OSError), atomic_file(note) as unfinished:  # without a note it is tried again
             unfinished.write_text(f"{_version_of(compiler)}\n{error}", encoding="utf-8")
         raise
 
