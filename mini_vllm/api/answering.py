@@ -28,7 +28,7 @@ from mini_vllm.api.errors import ApiError
 from mini_vllm.api.generation import Generation
 from mini_vllm.api.lifecycle import Lifecycle
 from mini_vllm.api.logprobs import prompt_texts
-from mini_vllm.api.protocol import GenerationBody
+from mini_vllm.api.protocol import Body, GenerationBody
 from mini_vllm.api.streaming import AnswerWriter, EventStream
 from mini_vllm.engine.async_engine import AsyncLLMEngine
 from mini_vllm.engine.prompts import PlainPrompt
@@ -122,14 +122,16 @@ def _make_request(
         raise InvalidRequestError(f"prompt {index + 1} of {count}: {error}", param=error.param) from error
 
 
-def check_model(http: HttpRequest, name: str | None) -> None:
-    """Refuse a model that is not served.
+def check_body(http: HttpRequest, body: Body) -> None:
+    """Refuse a model that is not served, and fields that are not supported.
 
     Raises:
         ApiError: 404 that lists the served names.
+        InvalidRequestError: with the field in `param`.
     """
-    served = lifecycle_of(http).engine().engine.model_name
+    name, served = body.model, lifecycle_of(http).engine().engine.model_name
     if name is not None and name != served:
         raise ApiError(
             404, f"the model {name[:80]!r} is not served here; served: {served}", param="model", code="model_not_found"
         )
+    body.check_other_fields()

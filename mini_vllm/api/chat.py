@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from mini_vllm.api.answering import answer_request, check_model, lifecycle_of
+from mini_vllm.api.answering import answer_request, check_body, lifecycle_of
 from mini_vllm.api.generation import Generation, Piece
 from mini_vllm.api.json_body import JsonRoute
 from mini_vllm.api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -38,8 +38,7 @@ PROMPT_END = 16  # tokens at the end of a prompt that a reasoning parser looks a
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, "description": "The answers."}})
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    check_model(request, body.model)
-    body.check_other_fields()
+    check_body(request, body)
     lifecycle = lifecycle_of(request)
     engine, config = lifecycle.engine().engine, lifecycle.config
     params, plan = body.sampling_params(), body.tool_plan()

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from mini_vllm.api.answering import PromptTexts, answer_request, check_model
+from mini_vllm.api.answering import PromptTexts, answer_request, check_body
 from mini_vllm.api.generation import Generation, Piece
 from mini_vllm.api.json_body import JsonRoute
 from mini_vllm.api.logprobs import TokenNames, completion_logprobs, prompt_logprobs
@@ -29,8 +29,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions", responses={200: {"model": Completion, "description": "The answers."}})
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Go on from a prompt, or from each of several."""
-    check_model(request, body.model)
-    body.check_other_fields()
+    check_body(request, body)
     params = body.sampling_params()
     return await answer_request(
         request,

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from mini_vllm.api.answering import answer_request, check_model
+from mini_vllm.api.answering import answer_request, check_body
 from mini_vllm.api.generation import Generation, Piece
 from mini_vllm.api.json_body import JsonRoute
 from mini_vllm.api.protocol import GenerateBody
@@ -28,8 +28,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/generate", responses={200: {"model": Generated, "description": "The texts."}})
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Go on from a prompt."""
-    check_model(request, body.model)
-    body.check_other_fields()
+    check_body(request, body)
     return await answer_request(
         request,
         body,

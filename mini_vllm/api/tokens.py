@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from mini_vllm.api.answering import check_model, lifecycle_of
+from mini_vllm.api.answering import check_body, lifecycle_of
 from mini_vllm.api.json_body import JsonRoute
 from mini_vllm.api.protocol import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from mini_vllm.api.responses import DetokenizedText, Tokens
@@ -30,8 +30,7 @@ SLICE = 16_384  # tokens; json.dumps lets no other thread run until it is done
 @router.post("/tokenize", response_model=Tokens)
 async def tokenize(body: TokenizeTextBody | TokenizeChatBody, request: Request) -> Response:
     """The token ids of a text, or of messages under the chat template."""
-    check_model(request, body.model)
-    body.check_other_fields()
+    check_body(request, body)
     engine = lifecycle_of(request).engine()
     content = await engine.in_tokenizer_thread(lambda: _tokenize(engine.engine, body))
     return Response(content, media_type="application/json")
@@ -63,8 +62,7 @@ def _json_list(items: Sequence[int] | Sequence[str]) -> str:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> DetokenizedText:
     """The text of token ids, special tokens included."""
-    check_model(request, body.model)
-    body.check_other_fields()
+    check_body(request, body)
     engine = lifecycle_of(request).engine()
     return DetokenizedText(
         prompt=await engine.in_tokenizer_thread(lambda: _detokenize(engine.engine.tokenizer, body.tokens))
