@@ -237,6 +237,10 @@ def test_unknown_paths_and_methods(served: Served) -> None:
     refused(served.post("/v1/nothing", {}), 404)
     refused(served.http.get("/v1/completions"), 405)
     refused(served.http.get("/v1/models/"), 404)
+    odd = [("HEAD", "/v1/models"), ("DELETE", "/v1/completions"), ("PATCH", "/health"), ("GET", "/../etc/passwd")]
+    for method, path in [*odd, ("GET", "/v1/models/%2e%2e%2f"), ("GET", "/" + "a" * 5000), ("BREW", "/health")]:
+        assert 400 <= served.http.request(method, path).status_code < 500, (method, path)
+    assert served.post("/v1/completions?x=1", {"prompt": "ab", "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("declares_length", [True, False])

@@ -51,7 +51,13 @@ def leave(served: Served, body: dict[str, Any], gate: Gate) -> None:
         time.sleep(0.2)  # where another request has reached the gate, this one gets time to be let in
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "temperature": 1}, {"prompt": ["a", "b"]}], ids=str)
+LEFT: list[dict[str, Any]] = [
+    *({}, {"stream": True}, {"n": 3, "temperature": 1}, {"prompt": ["a", "b"]}),
+    *({"stream": True, "logprobs": 3, "stop": ["zz"]}, {"structured_outputs": {"regex": "[a-z]{200}"}}),
+]
+
+
+@pytest.mark.parametrize("fields", LEFT, ids=str)
 def test_a_client_that_leaves_ends_its_request(gate: Gate, fields: dict[str, Any]) -> None:
     """Streaming or not, in the middle of the first step: the rest is never computed."""
     model = ScriptedModel(gate)
@@ -106,6 +112,27 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_has_sent_nothing_wrong(s
     counted = 'http_requests_total{handler="/v1/completions",method="POST",status="499"}'
     until(lambda: served.metrics().get(counted) == 1, "its place in the counts")
     assert not [name for name in served.metrics() if 'status="400"' in name]
+
+
+@pytest.mark.parametrize("sent", [b"GARBAGE\r\n\r\n", b"GET /heal", b"\x16\x03\x01\x02\x00\x01", b"\r\n" * 1000])
+def test_what_is_no_request_hurts_nobody(served: Served, sent: bytes) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(sent)
+    served.wait_until_quiet()
+    assert served.complete("ab", max_tokens=3)["choices"][0]["text"] == "cde"
+
+
+def test_while_the_engine_computes_everything_else_is_answered_and_the_gauges_are_live(gate: Gate) -> None:
+    with serving(ScriptedModel(gate), max_num_seqs=2) as served, ThreadPoolExecutor() as pool:
+        answers = [pool.submit(served.complete, "n" * 40, max_tokens=3) for _ in range(3)]
+        assert gate.reached.wait(DEADLINE)
+        for path in ("/health", "/v1/models", "/version"):
+            assert served.http.get(path).status_code == 200
+        assert served.ok("/tokenize", {"prompt": "ab"})["count"] == 2
+        until(lambda: served.metrics()["num_requests_running"] + served.metrics()["num_requests_waiting"] == 3)
+        gate.opened.set()
+        assert {answer.result(DEADLINE)["usage"]["completion_tokens"] for answer in answers} == {3}
 
 
 def test_metrics_are_quiet_after_a_mass_abort(gate: Gate) -> None:

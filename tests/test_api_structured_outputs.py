@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -17,6 +18,7 @@ SCHEMA = {
     "required": ["ok"],
     "additionalProperties": False,
 }
+BROKEN = {"regex": "*("}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 
 
@@ -59,6 +61,19 @@ def test_response_format_json_object_begins_an_object_and_says_when_it_is_cut(se
 
 def test_response_format_text_changes_nothing(served: Served) -> None:
     assert served.chat(response_format={"type": "text"})["choices"] == served.chat()["choices"]
+
+
+def test_forms_in_one_batch_do_not_mix(served: Served) -> None:
+    forms: list[dict[str, Any] | None] = [{"choice": ["left", "right"]}, {"regex": "[0-9]{5}"}, {"json": SCHEMA}, None]
+
+    def text(form: dict[str, Any] | None) -> str:
+        return str(served.complete(structured_outputs=form, max_tokens=30)["choices"][0]["text"])
+
+    alone = [text(form) for form in forms]
+    with ThreadPoolExecutor(8) as pool:
+        refused = [pool.submit(served.post, "/v1/completions", {"prompt": "a", "structured_outputs": BROKEN})] * 2
+        assert list(pool.map(text, forms * 2)) == alone * 2
+    assert [one.result().status_code for one in refused] == [400, 400]
 
 
 def test_two_ways_to_ask_for_a_form_are_one_too_many(served: Served) -> None:
