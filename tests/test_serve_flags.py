@@ -135,7 +135,7 @@ def test_a_flag_wins_over_the_environment(serve: Any, monkeypatch: pytest.Monkey
 
 def test_the_page_names_each_flag_of_the_server_and_none_that_there_is_not() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    known = {"--help", *("--" + name.replace("_", "-") for name in FIELDS)}
+    known = {"--help", *(prefix + name.replace("_", "-") for name in FIELDS for prefix in ("--", "--no-"))}
     ours = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(ServerConfig)}
     parts = re.findall(r"mini-vllm serve[^`\n]*|`--[^`]*`|ENTRYPOINT.*", page)
     named = {flag for part in parts for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", part)}
