@@ -16,7 +16,7 @@ from test_equality_matrix import PROMPTS
 
 from mini_vllm.engine.llm_engine import LLMEngine
 from mini_vllm.kernels.cpu.build import load_kernels
-from mini_vllm.model.cpu_layers import FastDecoderLayer, use_cpu_kernels
+from mini_vllm.model.cpu_layers import FastDecoderLayers, use_cpu_kernels
 from mini_vllm.model.transformer import Transformer
 from mini_vllm.outputs import RequestOutput
 from mini_vllm.store.model_store import home
@@ -35,7 +35,7 @@ Answer = tuple[list[int], list[float]]
 
 def test_the_layers_of_this_model_are_fused() -> None:
     """Else the tests below would say nothing of the fused ones, which most models run on."""
-    assert all(isinstance(layer, FastDecoderLayer) for layer in fast_model(torch.bfloat16).layers)
+    assert all(isinstance(layer, FastDecoderLayers) for layer in fast_model(torch.bfloat16).layers)
 
 
 @cache

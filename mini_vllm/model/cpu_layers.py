@@ -8,7 +8,7 @@ the transformer stays as it is, and whatever has no twin runs as plain PyTorch b
     ApplyRotary        FastApplyRotary              in place
     SiluAndMul         FastSiluAndMul
     SiLU, GELU ...     FastActivation
-    DecoderLayer       FastDecoderLayer             of these pieces, where a layer is put together as in Llama
+    DecoderLayer ...   FastDecoderLayers            a run of layers that are put together as in Llama, in one call
 
 What always holds: a twin gives a token the same bits in every batch. Against its reference it differs by the rounding
 of float32 sums.
@@ -19,27 +19,29 @@ In vLLM: `vllm/model_executor/layers/` (each layer's `forward_cpu`), `vllm/model
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mini_vllm.kernels.cpu import ops
-from mini_vllm.model.allocation import large_blocks_apart
+from mini_vllm.model.allocation import WeightMemory, large_blocks_apart
 from mini_vllm.model.attention import StepAttention
+from mini_vllm.model.attention_backends.paged_cpu import PagedCpuAttention
 from mini_vllm.model.feed_forward import GatedMLP
 from mini_vllm.model.layers import Linear, RMSNorm, SiluAndMul, TiedHead
 from mini_vllm.model.onednn_linear import OneDnnHead, OneDnnLinear, prefers_onednn
 from mini_vllm.model.rotary import ApplyRotary
-from mini_vllm.model.transformer import DecoderLayer
+from mini_vllm.model.transformer import DecoderLayer, Transformer
 
 
 class PackedLinear(nn.Module):
     """Twin of `Linear`: x [..., in_features] -> [..., out_features]."""
 
-    def __init__(self, twin: Linear) -> None:
+    def __init__(self, twin: Linear, memory: ops.Memory = torch.empty) -> None:
         super().__init__()
-        self.packed = ops.pack_linear(twin.weight.contiguous())
+        self.packed = ops.pack_linear(twin.weight.contiguous(), memory)
         self.bias = twin.bias
         self.out_features = twin.weight.shape[0]
 
@@ -53,9 +55,9 @@ class PackedLinear(nn.Module):
 class PackedHead(nn.Module):
     """Twin of the output layer: [R, hidden_size] -> [R, vocab_size] in float32, not rounded to the model's dtype."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, memory: ops.Memory = torch.empty) -> None:
         super().__init__()
-        self.packed = ops.pack_linear(weight.contiguous())
+        self.packed = ops.pack_linear(weight.contiguous(), memory)
         self.out_features = weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,55 +102,74 @@ class FastActivation(nn.Module):
         return ops.activate(x, self.name)
 
 
-class FastDecoderLayer(nn.Module):
-    """Twin of a `DecoderLayer` that is put together in the way of Llama: two calls beside attention instead of eleven.
+class FastDecoderLayers(nn.Module):
+    """Twin of some consecutive `DecoderLayer`s: one call instead of thirteen for each.
+
+    Where attention is not the C++ one, which that call includes, the layers run one by one.
 
     Args:
-        twin: the layer, its parts swapped already; see `fits`.
+        layers: alike and put together in the way of Llama (see `shape_of`), their parts swapped already.
     """
 
-    def __init__(self, twin: Any) -> None:
+    def __init__(self, layers: list[DecoderLayer]) -> None:
         super().__init__()
-        attention, mlp = twin.attention, twin.mlp
-        self.layer = attention.layer
-        input_norm, norm = twin.input_norm, twin.post_attention_norm
-        qkv, output, gate_up, down = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-        self.weights = ops.LayerWeights(
-            input_norm=input_norm.weight,
-            post_attention_norm=norm.weight,
-            eps=norm.eps,
-            qkv=qkv.packed,
-            qkv_bias=qkv.bias,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            output=output.packed,
-            output_bias=output.bias,
-            gate_up=gate_up.packed,
-            gate_up_bias=gate_up.bias,
-            down=down.packed,
-            down_bias=down.bias,
+        self.layers = nn.ModuleList(layers)
+        modules: list[Any] = layers
+        self.first = modules[0].attention.layer
+        matrices = [
+            matrix
+            for layer in modules
+            for matrix in (
+                layer.attention.qkv_proj,
+                layer.attention.o_proj,
+                layer.mlp.gate_up_proj,
+                layer.mlp.down_proj,
+            )
+        ]
+        tensors: list[Tensor] = []
+        for i, layer in enumerate(modules):
+            packed = [matrix.packed for matrix in matrices[4 * i : 4 * i + 4]]
+            tensors += [layer.input_norm.weight, layer.post_attention_norm.weight, *packed]
+        self.weights = ops.DecoderWeights(
+            num_heads=modules[0].attention.num_heads,
+            num_kv_heads=modules[0].attention.num_kv_heads,
+            eps=modules[0].input_norm.eps,
+            tensors=tensors,
+            biases=[matrix.bias for matrix in matrices],
         )
 
-    @staticmethod
-    def fits(layer: nn.Module) -> bool:
-        """Whether a layer is of that kind: pre-norm, its projections packed, SwiGLU, nothing between."""
-        if type(layer) is not DecoderLayer or type(layer.mlp) is not GatedMLP:
-            return False
-        attention, mlp = layer.attention, layer.mlp
-        expected: list[tuple[nn.Module, type]] = [
-            *((norm, FastRMSNorm) for norm in (layer.input_norm, layer.post_attention_norm)),
-            *((linear, PackedLinear) for linear in (attention.qkv_proj, attention.o_proj)),
-            *((linear, PackedLinear) for linear in (mlp.gate_up_proj, mlp.down_proj)),
-            *((nothing, nn.Identity) for nothing in (attention.q_norm, attention.k_norm)),
-            *((nothing, nn.Identity) for nothing in (layer.attention_output, layer.mlp_output)),
-            (attention.apply_rotary, FastApplyRotary),
-            (mlp.activation, FastSiluAndMul),
-        ]
-        return all(type(module) is kind for module, kind in expected)
-
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        query, key, value = ops.before_attention(hidden, self.weights, cos, sin)
-        return ops.after_attention(attention(self.layer, query, key, value), hidden, self.weights)
+        if isinstance(attention, PagedCpuAttention):
+            return ops.decoder_layers(hidden, self.weights, cos, sin, attention.caches(self.first, len(self.layers)))
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attention)
+        return hidden
+
+
+def shape_of(layer: nn.Module) -> tuple[object, ...] | None:
+    """What layers of one run have in common; None for a layer that cannot be part of a run.
+
+    It must be pre-norm, its projections packed, SwiGLU of a width that makes whole panels, and nothing between.
+    """
+    if type(layer) is not DecoderLayer or type(layer.mlp) is not GatedMLP:
+        return None
+    attention, mlp = layer.attention, layer.mlp
+    expected: list[tuple[nn.Module, type]] = [
+        *((norm, FastRMSNorm) for norm in (layer.input_norm, layer.post_attention_norm)),
+        *((linear, PackedLinear) for linear in (attention.qkv_proj, attention.o_proj)),
+        *((linear, PackedLinear) for linear in (mlp.gate_up_proj, mlp.down_proj)),
+        *((nothing, nn.Identity) for nothing in (attention.q_norm, attention.k_norm)),
+        *((nothing, nn.Identity) for nothing in (layer.attention_output, layer.mlp_output)),
+        (attention.apply_rotary, FastApplyRotary),
+        (mlp.activation, FastSiluAndMul),
+    ]
+    if not all(type(module) is kind for module, kind in expected):
+        return None
+    parts: Any = layer
+    shapes = [linear.packed.shape for linear in (parts.attention.o_proj, parts.mlp.down_proj)]
+    if shapes[1][1] % ops.PANEL or parts.input_norm.eps != parts.post_attention_norm.eps:
+        return None
+    return (*shapes, parts.input_norm.eps, parts.attention.num_heads, parts.attention.num_kv_heads)
 
 
 def use_cpu_kernels(model: nn.Module) -> None:
@@ -158,20 +179,34 @@ def use_cpu_kernels(model: nn.Module) -> None:
         model: in float32 or bfloat16, on the CPU, `build.load_kernels` called before.
     """
     with large_blocks_apart():
-        _swap_children(model)
+        _swap_children(model, WeightMemory())
+    if isinstance(model, Transformer):
+        _join_layers(model)
 
 
-def _swap_children(model: nn.Module) -> None:
+def _swap_children(model: nn.Module, memory: WeightMemory) -> None:
     for name, child in list(model.named_children()):
-        twin = _twin_of(name, child)
+        twin = _twin_of(name, child, memory)
         if twin is None:
-            _swap_children(child)
-            twin = FastDecoderLayer(child) if FastDecoderLayer.fits(child) else None
-        if twin is not None:
+            _swap_children(child, memory)
+        else:
             setattr(model, name, twin)
 
 
-def _twin_of(name: str, module: nn.Module) -> nn.Module | None:
+def _join_layers(model: Transformer) -> None:
+    """Put one module in the place of each run of layers that are alike and turn by the same angles."""
+    joined: list[nn.Module] = []
+    rotaries: list[int] = []
+    pairs = zip(model.layers, model.rotary_of_layer, strict=True)
+    for (shape, rotary), run in groupby(pairs, key=lambda pair: (shape_of(pair[0]), pair[1])):
+        layers: list[Any] = [layer for layer, _ in run]
+        new = layers if shape is None else [FastDecoderLayers(layers)]
+        joined += new
+        rotaries += [rotary] * len(new)
+    model.layers, model.rotary_of_layer = nn.ModuleList(joined), rotaries
+
+
+def _twin_of(name: str, module: nn.Module, memory: WeightMemory) -> nn.Module | None:
     # Exact types: a subclass computes something else.
     if type(module) in (Linear, TiedHead):
         weight: Tensor = module.weight  # type: ignore[assignment]
@@ -179,9 +214,9 @@ def _twin_of(name: str, module: nn.Module) -> nn.Module | None:
         if weight.shape[1] % 2:  # an odd width has no pairs
             return None
         if name == "lm_head" and getattr(module, "bias", None) is None:
-            return OneDnnHead(weight) if onednn else PackedHead(weight)
+            return OneDnnHead(weight) if onednn else PackedHead(weight, memory)
         if isinstance(module, Linear):
-            return OneDnnLinear(module) if onednn else PackedLinear(module)
+            return OneDnnLinear(module) if onednn else PackedLinear(module, memory)
     simple: dict[type, Callable[[], nn.Module]] = {
         RMSNorm: lambda: FastRMSNorm(module),  # type: ignore[arg-type]
         ApplyRotary: FastApplyRotary,

@@ -11,17 +11,26 @@ In vLLM: `vllm/_custom_ops.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+PANEL = 32  # outputs that lie together in a packed matrix
 ActivationName = Literal["silu", "gelu_tanh", "sigmoid"]  # in the order of the C++ enumeration
 
 
-def pack_linear(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> the order in which `linear` reads it. `inputs` must be even."""
-    packed: Tensor = torch.ops.mini_vllm_cpu.pack_linear.default(weight)
+class Memory(Protocol):
+    """Who gives memory: torch.empty, or a place where weights lie together."""
+
+    def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> Tensor: ...
+
+
+def pack_linear(weight: Tensor, memory: Memory = torch.empty) -> Tensor:
+    """[outputs, inputs] -> the order in which `linear` reads it, [panels, inputs, PANEL]. `inputs` must be even."""
+    outputs, inputs = weight.shape
+    packed = memory((-(-outputs // PANEL), inputs, PANEL), dtype=weight.dtype)
+    torch.ops.mini_vllm_cpu.pack_linear.default(weight, packed)
     return packed
 
 
@@ -101,57 +110,63 @@ def paged_attention(
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """A decoder layer in the way of Llama: norm, projections and feed-forward network, matrices from `pack_linear`.
+class DecoderWeights:
+    """A run of decoder layers in the way of Llama that are alike in shape.
 
     Args:
-        input_norm, post_attention_norm: [hidden]. eps: of both.
-        qkv, output, gate_up, down: packed. The biases are None where there are none.
         num_heads, num_kv_heads: what qkv makes, in this order: query heads, key heads, value heads.
+        eps: of all norms.
+        tensors: six a layer: input norm and post-attention norm [hidden]; qkv, output, gate_up and down from
+            `pack_linear`. The width between gate_up and down must be a multiple of 32.
+        biases: four a layer, of the matrices; None where there is none.
     """
 
-    input_norm: Tensor
-    post_attention_norm: Tensor
-    eps: float
-    qkv: Tensor
-    qkv_bias: Tensor | None
     num_heads: int
     num_kv_heads: int
-    output: Tensor
-    output_bias: Tensor | None
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    eps: float
+    tensors: list[Tensor]
+    biases: list[Tensor | None]
 
 
-def before_attention(hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`rms_norm`, `linear` and `rotate_` in a row: [T, hidden] -> query, key, value, [T, their heads, head_dim] each.
+@dataclass(frozen=True)
+class StepCaches:
+    """Keys and values of some layers, and where a step's tokens are in them.
 
     Args:
-        hidden: what the layer was given.
-        weights: of the layer.
+        keys, values: one a layer, see `attention.h`; changed.
+        block_tables, query_starts, context_lens, slot_mapping: of `AttentionMetadata`.
+        block_size: tokens in a block.
+        scale, softcap: of `AttentionLayerSpec`, the same in all layers. windows: one a layer.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    slot_mapping: Tensor
+    block_size: int
+    scale: float
+    softcap: float | None
+    windows: list[int | None]
+
+
+def decoder_layers(hidden: Tensor, weights: DecoderWeights, cos: Tensor, sin: Tensor, caches: StepCaches) -> Tensor:
+    """Some layers, from beginning to end: `rms_norm`, `linear`, `rotate_`, `paged_attention`, `silu_and_mul`, in a row.
+
+    Twin: `DecoderLayer`, called one after the other.
+
+    Args:
+        hidden: [T, hidden].
+        weights: of the layers.
         cos, sin: [T, 1, head_dim / 2].
+        caches: of the same layers.
     """
-    w = weights
-    query, key, value = torch.ops.mini_vllm_cpu.before_attention.default(
-        hidden, w.input_norm, w.eps, w.qkv, w.qkv_bias, w.num_heads, w.num_kv_heads, cos, sin
-    )
-    return query, key, value
-
-
-def after_attention(attended: Tensor, hidden: Tensor, weights: LayerWeights) -> Tensor:
-    """The rest of a layer: h = hidden + output(attended), then h + down(silu_and_mul(gate_up(rms_norm(h)))).
-
-    Args:
-        attended: [T, heads, head_dim].
-        hidden: [T, hidden], what the layer was given.
-        weights: of the layer.
-    """
-    w = weights
-    result: Tensor = torch.ops.mini_vllm_cpu.after_attention.default(
-        *(attended, hidden, w.output, w.output_bias, w.post_attention_norm, w.eps),
-        *(w.gate_up, w.gate_up_bias, w.down, w.down_bias),
+    w, c = weights, caches
+    result: Tensor = torch.ops.mini_vllm_cpu.decoder_layers.default(
+        *(hidden, w.tensors, w.biases, w.eps, w.num_heads, w.num_kv_heads, cos, sin, c.keys, c.values, c.block_tables),
+        *(c.query_starts, c.context_lens, c.slot_mapping, c.block_size, c.scale, c.softcap or 0.0),
+        [window or 0 for window in c.windows],
     )
     return result
 

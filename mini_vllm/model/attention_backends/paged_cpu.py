@@ -106,3 +106,16 @@ class PagedCpuAttention:
             spec.softcap,
             spec.sliding_window,
         )
+
+    def caches(self, first: int, count: int) -> ops.StepCaches:
+        """What `ops.decoder_layers` must know to run layers [first, first + count) by itself."""
+        specs = self._layers[first : first + count]
+        return ops.StepCaches(
+            self._keys[first : first + count],
+            self._values[first : first + count],
+            *self._where,
+            self._block_size,
+            specs[0].scale,
+            specs[0].softcap,
+            [spec.sliding_window for spec in specs],
+        )

@@ -28,16 +28,17 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <utility>
 #include <vector>
 
+#include "attention_plan.h"
 #include "vector.h"
 
 namespace mini_vllm {
 
 constexpr int TILE = 4 * LANES;       // keys in a tile
 constexpr int GROUP_ROWS = 6;         // rows whose 4 sums each fit in the registers
-constexpr int TASK_ROWS = 48;         // rows that share one pass over the keys
 
 // The place of an element within the keys (or values) of one head in one block.
 template <class Element>
@@ -61,7 +62,7 @@ struct AttentionArguments {
   const Element *query, *key, *value;  // [tokens, heads, head_dim]; a head's elements lie side by side
   int64_t query_stride, key_stride, value_stride;  // elements from one token to the next
   Element *key_cache, *value_cache;    // [blocks, kv_heads, BlockLayout::size()]
-  const int32_t *block_tables, *query_starts, *context_lens;
+  const int32_t* block_tables;         // [sequences, table_width]
   const int64_t* slot_mapping;
   Element* output;                     // [tokens, heads, head_dim]
   int64_t table_width, num_heads, num_kv_heads, head_dim;
@@ -75,47 +76,21 @@ struct AttentionArguments {
   }
 };
 
-// Stores the key and value of one token, all heads.
+// Stores the key and value of one token, one head.
 template <class Element>
-void write_token(const AttentionArguments<Element>& a, int64_t token) {
+void write_token(const AttentionArguments<Element>& a, int64_t token, int64_t head) {
   constexpr int WIDTH = Step<Element>::WIDTH;
   const int64_t block = a.slot_mapping[token] / a.layout.block_size, offset = a.slot_mapping[token] % a.layout.block_size;
   // From one step of a key to the next, and from one element of a value to the next.
   const int64_t key_step = std::min<int64_t>(LANES, a.layout.block_size) * WIDTH;
   const int64_t value_step = std::min<int64_t>(WIDTH, a.layout.block_size);
-  for (int64_t head = 0; head < a.num_kv_heads; head++) {
-    const Element* key = a.key + token * a.key_stride + head * a.head_dim;
-    const Element* value = a.value + token * a.value_stride + head * a.head_dim;
-    Element* keys = a.head_of(a.key_cache, block, head) + a.layout.key(offset, 0);
-    Element* values = a.head_of(a.value_cache, block, head) + a.layout.value(offset, 0);
-    for (int64_t d = 0; d < a.head_dim; d++) {
-      keys[d / WIDTH * key_step + d % WIDTH] = key[d];
-      values[d * value_step] = value[d];
-    }
-  }
-}
-
-// Rows of one task: queries [first_token, first_token + tokens) of a sequence, times the heads of one group.
-struct AttentionTask {
-  int64_t sequence, kv_head, first_token, tokens;
-};
-
-// Cuts a step into tasks, those with many keys first, so that no thread is left with one of them at the end.
-template <class Element>
-std::vector<AttentionTask> attention_tasks(const AttentionArguments<Element>& a, int64_t sequences) {
-  const int64_t task_tokens = std::max<int64_t>(1, TASK_ROWS / a.group());
-  std::vector<AttentionTask> tasks;
-  for (int64_t sequence = 0; sequence < sequences; sequence++)
-    for (int64_t end = a.query_starts[sequence + 1]; end > a.query_starts[sequence];) {
-      const int64_t begin = std::max<int64_t>(a.query_starts[sequence], end - task_tokens);
-      for (int64_t head = 0; head < a.num_kv_heads; head++) tasks.push_back({sequence, head, begin, end - begin});
-      end = begin;
-    }
-  const auto keys = [&](const AttentionTask& task) {
-    return a.context_lens[task.sequence] - a.query_starts[task.sequence + 1] + task.first_token;
-  };
-  std::stable_sort(tasks.begin(), tasks.end(), [&](const auto& one, const auto& other) { return keys(one) > keys(other); });
-  return tasks;
+  const Element* key = a.key + token * a.key_stride + head * a.head_dim;
+  const Element* value = a.value + token * a.value_stride + head * a.head_dim;
+  Element* keys = a.head_of(a.key_cache, block, head) + a.layout.key(offset, 0);
+  Element* values = a.head_of(a.value_cache, block, head) + a.layout.value(offset, 0);
+  for (int64_t d = 0; d < a.head_dim; d += WIDTH, keys += key_step)
+    std::memcpy(keys, key + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
+  for (int64_t d = 0; d < a.head_dim; d++) values[d * value_step] = value[d];
 }
 
 // What a thread needs to work on a task; kept between tasks, since its size depends on the layer only.
@@ -171,7 +146,8 @@ Tile<Element> find_tile(const AttentionArguments<Element>& a, const AttentionTas
 }
 
 // scores[r][j] = query r . key j, not scaled yet. Step by step it asks for the same part of the tile that comes next:
-// blocks lie anywhere, so the processor cannot guess, and would wait for the memory at each of them.
+// blocks lie anywhere, so the processor cannot guess, and would wait for the memory at each of them. (The values of that
+// tile are asked for in `multiply_values`, so that the requests are spread.)
 template <int ROWS, class Element>
 void multiply_keys(const Element* queries, const Tile<Element>& tile, const Tile<Element>& next, int64_t width,
                    float (*scores)[TILE]) {
@@ -181,10 +157,7 @@ void multiply_keys(const Element* queries, const Tile<Element>& tile, const Tile
   for (int64_t d = 0; d < width; d += S::WIDTH) {
     const typename S::Packed keys[4] = {S::load_packed(k0), S::load_packed(k1), S::load_packed(k2), S::load_packed(k3)};
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      __builtin_prefetch(next.keys[j] + d * LANES, 0, 2);
-      __builtin_prefetch(next.values[j] + d * LANES, 0, 2);
-    }
+    for (int j = 0; j < 4; j++) __builtin_prefetch(next.keys[j] + d * LANES, 0, 3);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
       const auto spread = S::spread(queries + r * S::WIDTH);
@@ -202,8 +175,8 @@ void multiply_keys(const Element* queries, const Tile<Element>& tile, const Tile
 
 // outputs[r] = outputs[r] * factors[r] + probabilities[r] V, for 16 * VECTORS dimensions.
 template <int ROWS, int VECTORS, class Element>
-void multiply_values(const Element* probabilities, const Tile<Element>& tile, int64_t dimension, int64_t width,
-                     const float* factors, float* outputs) {
+void multiply_values(const Element* probabilities, const Tile<Element>& tile, const Tile<Element>& next, int64_t dimension,
+                     int64_t width, const float* factors, float* outputs) {
   using S = Step<Element>;
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 6
@@ -211,8 +184,12 @@ void multiply_values(const Element* probabilities, const Tile<Element>& tile, in
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) sums[r][j] = load(outputs + r * width + dimension + j * LANES) * factors[r];
   for (int64_t key = 0; key < tile.count; key += S::WIDTH) {
-    const Element* from = tile.values[key / LANES] + key % LANES * width + dimension * S::WIDTH;
+    const int64_t place = key % LANES * width + dimension * S::WIDTH;
+    const Element* from = tile.values[key / LANES] + place;
     typename S::Packed values[VECTORS];
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++)
+      __builtin_prefetch(next.values[key / LANES] + place + j * LANES * S::WIDTH, 0, 3);
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) values[j] = S::load_packed(from + j * LANES * S::WIDTH);
     if (S::WIDTH == 2 && key + 1 == tile.count)  // the second key of the pair does not exist: 0 * NaN would be NaN
@@ -231,35 +208,58 @@ void multiply_values(const Element* probabilities, const Tile<Element>& tile, in
     for (int j = 0; j < VECTORS; j++) store(outputs + r * width + dimension + j * LANES, sums[r][j]);
 }
 
-// One row's scores of a tile become probabilities, and its running maximum and sum move on.
-template <class Element>
-void softmax_row(const AttentionArguments<Element>& a, const float* scores, int64_t start, int64_t row, int r,
-                 AttentionScratch<Element>& scratch) {
-  const int64_t position = scratch.positions[row];
-  const int32_t last = int32_t(std::min<int64_t>(position - start, TILE));  // in the tile, the last key that is seen
-  const int64_t oldest = a.window > 0 ? position - a.window + 1 - start : 0;
-  const int32_t first = int32_t(std::max<int64_t>(std::min<int64_t>(oldest, TILE), 0));
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  Floats lanes[TILE / LANES], best = broadcast(-INFINITE);
-  for (int j = 0; j < TILE / LANES; j++) {
-    Floats score = load(scores + j * LANES) * a.scale;
-    if (a.softcap > 0) score = tanh(score / a.softcap) * a.softcap;
-    const Ints key = lane + j * LANES;
-    lanes[j] = (key <= last) & (key >= first) ? score : broadcast(-INFINITE);
-    best = max(best, lanes[j]);
+// Which of a tile's keys a row sees: [first, last]. All of them, or the row is not `whole`.
+struct Seen {
+  int32_t first, last;
+  Seen(int64_t position, int64_t start, int64_t window) {
+    const int64_t oldest = window > 0 ? position - window + 1 - start : 0;
+    first = int32_t(std::max<int64_t>(std::min<int64_t>(oldest, TILE), 0));
+    last = int32_t(std::min<int64_t>(position - start, TILE));
   }
-  const float maximum = std::max(scratch.maxima[row], horizontal_max(best));
-  const float base = maximum == -INFINITE ? 0.0f : maximum;  // nothing seen yet: exp(-inf - 0) is 0
-  const float factor = exp(broadcast(scratch.maxima[row] - base))[0];
-  Floats sum = scratch.sums[row] * factor;
-  for (int j = 0; j < TILE / LANES; j++) {
-    const Floats probability = exp(lanes[j] - base);
-    sum += probability;
-    store(scratch.probabilities.data() + r * TILE + j * LANES, probability);
+  bool whole() const { return first == 0 && last >= TILE - 1; }
+  Ints operator()(int j) const {  // of 16 keys, those that are seen
+    const Ints key = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + j * LANES;
+    return (key <= last) & (key >= first);
   }
-  scratch.maxima[row] = maximum;
-  scratch.factors[row] = factor;
-  scratch.sums[row] = sum;
+};
+
+// The scores of some rows and a tile become probabilities, and the rows' running maxima and sums move on. Scores are in
+// powers of two, exp(s) = 2^(s log2 e), for the processor's numbers are. MASKED: some row does not see the whole tile.
+template <int ROWS, bool MASKED, class Element>
+void softmax(const AttentionArguments<Element>& a, float (*scores)[TILE], int64_t start, int64_t row,
+             AttentionScratch<Element>& scratch) {
+  constexpr int VECTORS = TILE / LANES;
+  constexpr float LOG2_E = 1.44269504f;
+  float before[LANES] = {}, now[LANES] = {};
+  for (int r = 0; r < ROWS; r++) {
+    const Seen seen(scratch.positions[row + r], start, a.window);
+    Floats best = broadcast(-INFINITE);
+    for (int j = 0; j < VECTORS; j++) {
+      Floats score = load(scores[r] + j * LANES) * (a.softcap > 0 ? a.scale : a.scale * LOG2_E);
+      if (a.softcap > 0) score = tanh(score / a.softcap) * (a.softcap * LOG2_E);
+      if (MASKED) score = seen(j) ? score : broadcast(-INFINITE);
+      store(scores[r] + j * LANES, score);
+      best = max(best, score);
+    }
+    const float maximum = std::max(scratch.maxima[row + r], horizontal_max(best));
+    now[r] = maximum == -INFINITE ? 0.0f : maximum;  // nothing seen yet: any number will do
+    before[r] = scratch.maxima[row + r];
+    scratch.maxima[row + r] = maximum;
+  }
+  float factors[LANES];
+  store(factors, exp2_of_negative(load(before) - load(now)));
+  for (int r = 0; r < ROWS; r++) {
+    const Seen seen(scratch.positions[row + r], start, a.window);
+    Floats sum = scratch.sums[row + r] * factors[r];
+    for (int j = 0; j < VECTORS; j++) {
+      Floats probability = exp2_of_negative(load(scores[r] + j * LANES) - now[r]);
+      if (MASKED) probability = seen(j) ? probability : Floats{};
+      sum += probability;
+      store(scratch.probabilities.data() + r * TILE + j * LANES, probability);
+    }
+    scratch.sums[row + r] = sum;
+    scratch.factors[row + r] = factors[r];
+  }
 }
 
 // ROWS rows against one tile.
@@ -269,15 +269,18 @@ void attend_rows(const AttentionArguments<Element>& a, const Tile<Element>& tile
   const int64_t width = a.layout.width;
   float scores[ROWS][TILE];
   multiply_keys<ROWS>(scratch.queries.data() + row * width, tile, next, width, scores);
-  for (int r = 0; r < ROWS; r++) softmax_row(a, scores[r], tile.start, row + r, r, scratch);
+  // Rows stand in the order of their positions, so the first and the last of them speak for all.
+  const auto whole = [&](int64_t r) { return Seen(scratch.positions[r], tile.start, a.window).whole(); };
+  if (whole(row) && whole(row + ROWS - 1)) softmax<ROWS, false>(a, scores, tile.start, row, scratch);
+  else softmax<ROWS, true>(a, scores, tile.start, row, scratch);
   float* outputs = scratch.outputs.data() + row * width;
   const float* factors = scratch.factors.data() + row;
   const Element* probabilities = scratch.probabilities.data();
   int64_t dimension = 0;
   for (; dimension + 4 * LANES <= width; dimension += 4 * LANES)
-    multiply_values<ROWS, 4>(probabilities, tile, dimension, width, factors, outputs);
+    multiply_values<ROWS, 4>(probabilities, tile, next, dimension, width, factors, outputs);
   for (; dimension < width; dimension += LANES)
-    multiply_values<ROWS, 1>(probabilities, tile, dimension, width, factors, outputs);
+    multiply_values<ROWS, 1>(probabilities, tile, next, dimension, width, factors, outputs);
 }
 
 template <class Element>
@@ -296,11 +299,9 @@ void attend_rows(int rows, const AttentionArguments<Element>& a, const Tile<Elem
 // The position of the first key that a task looks at, cut to a tile, and the one after its last.
 template <class Element>
 std::pair<int64_t, int64_t> keys_of(const AttentionArguments<Element>& a, const AttentionTask& task) {
-  // From a token's place in the step to its position in the sequence.
-  const int64_t shift = a.context_lens[task.sequence] - a.query_starts[task.sequence + 1];
-  const int64_t first = task.first_token + shift;
+  const int64_t first = task.keys - task.tokens;  // position of its first query
   const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, first - a.window + 1) : 0;
-  return {oldest / TILE * TILE, first + task.tokens};
+  return {oldest / TILE * TILE, task.keys};
 }
 
 // One task, from queries to outputs. `next_task` is what this thread does afterwards, or null.
@@ -326,13 +327,16 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, con
     scratch.keys.resize(TILE * width);
     scratch.values.resize(TILE * width);
   }
+  if (task.writes)
+    for (int64_t token = task.first_token; token < task.first_token + task.tokens; token++) write_token(a, token, task.kv_head);
   for (int64_t index = 0; index < groups; index++) {
     const int64_t begin = group_start(index), count = group_start(index + 1) - begin;
     for (int64_t row = begin; row < begin + count; row++) {
       scratch.positions[row] = end - task.tokens + row / group;
       const Element* query = a.query + query_of(row) * a.query_stride + head_of(row) * a.head_dim;
       Element* to = scratch.queries.data() + begin * width + (row - begin) * WIDTH;
-      for (int64_t d = 0; d < a.head_dim; d++) to[d / WIDTH * (WIDTH * count) + d % WIDTH] = query[d];
+      for (int64_t d = 0; d < a.head_dim; d += WIDTH)
+        std::memcpy(to + d * count, query + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
     }
   }
   Tile<Element> tile = find_tile(a, task, first_key, end, scratch);
@@ -346,8 +350,9 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, con
       const auto [next_start, next_end] = keys_of(a, *next_task);
       next = find_tile(a, *next_task, next_start, next_end, scratch);
     }
-    for (int64_t index = 0; index < groups; index++)
-      attend_rows(int(group_start(index + 1) - group_start(index)), a, tile, next, group_start(index), scratch);
+    for (int64_t index = 0; index < groups; index++)  // one group asks for the next tile, the others find it asked for
+      attend_rows(int(group_start(index + 1) - group_start(index)), a, tile, index == 0 ? next : tile, group_start(index),
+                  scratch);
     tile = looks_ahead || is_last ? next : find_tile(a, task, start + TILE, end, scratch);
   }
   for (int64_t row = 0; row < rows; row++) {

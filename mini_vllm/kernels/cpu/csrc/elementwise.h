@@ -37,13 +37,16 @@ void rotate_head(Element* x, const Element* cos, const Element* sin, int64_t hal
   }
 }
 
-// [gate | up] -> silu(gate) * up, with silu(g) = g / (1 + exp(-g)).
+// silu(gate) * up, with silu(g) = g / (1 + exp(-g)).
+inline Floats gated(Floats gate, Floats up) { return gate / (1.0f + exp(-gate)) * up; }
+
+// [gate | up] -> silu(gate) * up.
 template <class Element>
 void silu_and_mul_row(const Element* gate_up, int64_t width, Element* y) {
   for (int64_t i = 0; i < width; i += LANES) {
     const int count = int(std::min<int64_t>(LANES, width - i));
     const Floats gate = load_some(gate_up + i, count), up = load_some(gate_up + width + i, count);
-    store_some(y + i, gate / (1.0f + exp(-gate)) * up, count);
+    store_some(y + i, gated(gate, up), count);
   }
 }
 

@@ -7,8 +7,10 @@
 //       step 0   | inputs 0, 1 of 16 outputs | inputs 0, 1 of the next 16 |     64 bytes each; for float a step is one
 //       step 1   | inputs 2, 3 of 16 outputs | inputs 2, 3 of the next 16 |     input instead of two (Step in vector.h)
 //
-//   rows of x   up to 12 at a time, each with 2 vectors of sums: 24 of them, 2 of weights and 1 of x fill the 32
-//               registers of AVX-512; with fewer registers the compiler keeps some of the sums in memory
+// Packed rows: the rows of x lie in blocks of up to 12, in the order in which a block is read: step 0 of row 0, step 0 of
+// row 1, ..., step 1 of row 0, ... Read in place, rows a power of two apart would push each other out of the first-level
+// cache. With 2 vectors of sums for each of 12 rows, 2 of weights and 1 of x, the 32 registers of AVX-512 are full; with
+// fewer registers the compiler keeps some of the sums in memory.
 //
 // One row: the weights stream past once, and memory is the limit. Many rows: a panel stays in the second-level cache
 // while all rows of a chunk pass, and the multipliers are the limit. It is the same loop.
@@ -19,13 +21,14 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "vector.h"
 
 namespace mini_vllm {
 
-constexpr int PANEL = 2 * LANES;    // outputs in a panel
-constexpr int MAX_ROWS = 12;        // rows whose sums fit in the registers
-constexpr int64_t CHUNK_ROWS = 20 * MAX_ROWS;  // rows that pass a panel before the next one is fetched
+constexpr int PANEL = 2 * LANES;         // outputs in a panel
+constexpr int MAX_ROWS = 12;             // rows whose sums fit in the registers
+constexpr int64_t CHUNK_BLOCKS = 20;     // blocks of rows that pass a panel before the next one is fetched
 
 inline int64_t num_panels(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
@@ -42,46 +45,60 @@ void pack_panel(const Element* weight, int64_t outputs, int64_t inputs, int64_t 
       }
 }
 
-// What a product is, apart from the rows and panels that a call works on.
-template <class Element, class Output>
-struct LinearArguments {
-  const Element* x;         // [rows, inputs], rows `x_stride` elements apart
-  const Element* packed;    // panels
-  const Element* bias;      // [outputs] or null
-  const Element* residual;  // [rows, outputs], added to the product before it is rounded; or null
-  Output* y;                // [rows, outputs]
-  int64_t x_stride, inputs, outputs;
+template <class Element>
+struct PackedRows {
+  Element* data;  // [rows * inputs]
+  int64_t rows, inputs;
+
+  // Blocks as even as can be: 13 rows are 7 and 6, for 12 and 1 would read a panel for a single row.
+  int64_t blocks() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+  int64_t start(int64_t block) const { return rows * block / blocks(); }
+  int64_t block_of(int64_t row) const { return ((row + 1) * blocks() - 1) / rows; }
+
+  // Lays a row down in its place.
+  void put(int64_t row, const Element* values) const {
+    constexpr int WIDTH = Step<Element>::WIDTH;
+    const int64_t block = block_of(row), begin = start(block), count = start(block + 1) - begin;
+    Element* to = data + begin * inputs + (row - begin) * WIDTH;
+    for (int64_t k = 0; k < inputs; k += WIDTH) std::memcpy(to + k * count, values + k, sizeof(Element) * WIDTH);
+  }
 };
 
-// Lays rows of x out so that the kernel reads one stretch: step k of row 0, step k of row 1, ..., step k + 1 of row 0 ...
-// Read in place, rows a power of two apart would push each other out of the first-level cache.
+// W as the kernel reads it.
 template <class Element>
-void interleave(const Element* x, int64_t x_stride, int64_t inputs, int rows, Element* to) {
-  constexpr int WIDTH = Step<Element>::WIDTH;
-  for (int r = 0; r < rows; r++)
-    for (int64_t k = 0; k < inputs; k += WIDTH)
-      std::memcpy(to + (k * rows + r * WIDTH), x + r * x_stride + k, sizeof(Element) * WIDTH);
-}
+struct Matrix {
+  const Element* packed;  // panels
+  int64_t outputs, inputs;
+  const Element* bias;  // [outputs] or null
 
-// The sums of ROWS interleaved rows with one panel. Nothing is called here, or the compiler would keep the sums in memory.
-// `ahead` is a part of the next panel that is asked for meanwhile, `share` elements of it in each step.
+  int64_t panels() const { return num_panels(outputs); }
+  int64_t bytes() const { return panels() * PANEL * inputs * int64_t(sizeof(Element)); }
+  const Element* panel(int64_t index) const { return packed + index * PANEL * inputs; }
+  Range range(int64_t index) const { return index < panels() ? Range(panel(index), PANEL * inputs * sizeof(Element)) : Range(); }
+};
+
+// The sums of ROWS rows with one panel. Nothing is called here that is not inlined, or the compiler would keep the sums in
+// memory. Each step asks for what comes ahead.
 template <int ROWS, class Element>
-void sum_products(const Element* x, const Element* weight, int64_t inputs, const Element* ahead, int64_t share,
-                  float (*result)[PANEL]) {
+void sum_products(const Element* x, const Element* weight, int64_t inputs, Ahead& ahead, float (*result)[PANEL]) {
   using S = Step<Element>;
   Floats sums[ROWS][2] = {};
-  for (int64_t k = 0; k < inputs; k += S::WIDTH) {
-    const auto first = S::load_packed(weight), second = S::load_packed(weight + LANES * S::WIDTH);
+  for (int64_t k = 0; k < inputs;) {
+    const char *line = ahead.next_stretch(), *other = ahead.second_stretch();
+    for (const int64_t end = std::min<int64_t>(inputs, k + STRETCH_LINES * S::WIDTH); k < end; k += S::WIDTH) {
+      const auto first = S::load_packed(weight), second = S::load_packed(weight + LANES * S::WIDTH);
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-      const auto spread = S::spread(x + r * S::WIDTH);
-      sums[r][0] = S::dot(spread, first, sums[r][0]);
-      sums[r][1] = S::dot(spread, second, sums[r][1]);
+      for (int r = 0; r < ROWS; r++) {
+        const auto spread = S::spread(x + r * S::WIDTH);
+        sums[r][0] = S::dot(spread, first, sums[r][0]);
+        sums[r][1] = S::dot(spread, second, sums[r][1]);
+      }
+      __builtin_prefetch(line, 0, 2);
+      __builtin_prefetch(other, 0, 2);
+      line += LINE, other += LINE;
+      x += ROWS * S::WIDTH;
+      weight += PANEL * S::WIDTH;
     }
-    __builtin_prefetch(ahead, 0, 2);
-    ahead += share;
-    x += ROWS * S::WIDTH;
-    weight += PANEL * S::WIDTH;
   }
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++) {
@@ -90,58 +107,86 @@ void sum_products(const Element* x, const Element* weight, int64_t inputs, const
   }
 }
 
-// Adds bias and residual, rounds and writes.
-template <class Element, class Output>
-void finish(const LinearArguments<Element, Output>& a, const float* sums, int64_t row, int64_t panel) {
-  for (int64_t column = panel * PANEL; column < std::min((panel + 1) * PANEL, a.outputs); column += LANES, sums += LANES) {
-    const int count = int(std::min<int64_t>(LANES, a.outputs - column));
-    Floats sum = load(sums);
-    if (a.bias) sum += load_some(a.bias + column, count);
-    if (a.residual) sum += load_some(a.residual + row * a.outputs + column, count);
-    store_some(a.y + row * a.outputs + column, sum, count);
-  }
-}
-
 template <class Element>
-void sum_products(int rows, const Element* x, const Element* weight, int64_t inputs, const Element* ahead, int64_t share,
-                  float (*result)[PANEL]) {
+void sum_products(int rows, const Element* x, const Element* weight, int64_t inputs, Ahead& ahead, float (*result)[PANEL]) {
   switch (rows) {
-    case 1: return sum_products<1>(x, weight, inputs, ahead, share, result);
-    case 2: return sum_products<2>(x, weight, inputs, ahead, share, result);
-    case 3: return sum_products<3>(x, weight, inputs, ahead, share, result);
-    case 4: return sum_products<4>(x, weight, inputs, ahead, share, result);
-    case 5: return sum_products<5>(x, weight, inputs, ahead, share, result);
-    case 6: return sum_products<6>(x, weight, inputs, ahead, share, result);
-    case 7: return sum_products<7>(x, weight, inputs, ahead, share, result);
-    case 8: return sum_products<8>(x, weight, inputs, ahead, share, result);
-    case 9: return sum_products<9>(x, weight, inputs, ahead, share, result);
-    case 10: return sum_products<10>(x, weight, inputs, ahead, share, result);
-    case 11: return sum_products<11>(x, weight, inputs, ahead, share, result);
-    case 12: return sum_products<12>(x, weight, inputs, ahead, share, result);
+    case 1: return sum_products<1>(x, weight, inputs, ahead, result);
+    case 2: return sum_products<2>(x, weight, inputs, ahead, result);
+    case 3: return sum_products<3>(x, weight, inputs, ahead, result);
+    case 4: return sum_products<4>(x, weight, inputs, ahead, result);
+    case 5: return sum_products<5>(x, weight, inputs, ahead, result);
+    case 6: return sum_products<6>(x, weight, inputs, ahead, result);
+    case 7: return sum_products<7>(x, weight, inputs, ahead, result);
+    case 8: return sum_products<8>(x, weight, inputs, ahead, result);
+    case 9: return sum_products<9>(x, weight, inputs, ahead, result);
+    case 10: return sum_products<10>(x, weight, inputs, ahead, result);
+    case 11: return sum_products<11>(x, weight, inputs, ahead, result);
+    case 12: return sum_products<12>(x, weight, inputs, ahead, result);
   }
 }
 
-// Rows [begin, end) against panels [first, last): one task of one thread. `scratch` holds CHUNK_ROWS * inputs elements.
+// What happens to the sums. Each is called as finish(sums, row, count, panel): sums of rows [row, row + count) with the
+// panel, and with its partner where panels come in pairs.
+
+// Adds bias and residual, rounds and writes: y [rows, outputs].
 template <class Element, class Output>
-void linear(const LinearArguments<Element, Output>& a, int64_t begin, int64_t end, int64_t first, int64_t last, Element* scratch) {
-  // Blocks as even as can be: 13 rows are 7 and 6, for 12 and 1 would read the panel for a single row.
-  const int64_t rows = end - begin, blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  const auto start = [&](int64_t block) { return rows * block / blocks; };
-  for (int64_t block = 0; block < blocks; block++)
-    interleave(a.x + (begin + start(block)) * a.x_stride, a.x_stride, a.inputs, int(start(block + 1) - start(block)), scratch + start(block) * a.inputs);
-  const int64_t panel_size = PANEL * a.inputs;
-  for (int64_t panel = first; panel < last; panel++) {
-    const Element *weight = a.packed + panel * panel_size, *next = panel + 1 < last ? weight + panel_size : weight;
-    // A single block reads as fast as the memory gives; the processor sees by itself where that goes on.
-    const int64_t share = blocks > 1 ? PANEL * Step<Element>::WIDTH / blocks : 0;
-    for (int64_t block = 0; block < blocks; block++) {
-      float sums[MAX_ROWS][PANEL];
-      const int count = int(start(block + 1) - start(block));
-      sum_products(count, scratch + start(block) * a.inputs, weight, a.inputs, next + panel_size * block / blocks,
-                   share, sums);
-      for (int r = 0; r < count; r++) finish(a, sums[r], begin + start(block) + r, panel);
+struct StoreRows {
+  static constexpr int PANELS = 1;
+  const Element *bias, *residual;  // [outputs], [rows, outputs]; or null
+  Output* y;
+  int64_t outputs;
+
+  void operator()(const float (*sums)[MAX_ROWS][PANEL], int64_t row, int count, int64_t panel) const {
+    for (int r = 0; r < count; r++)
+      for (int half = 0; half < 2; half++) {
+        const int64_t column = panel * PANEL + half * LANES, place = (row + r) * outputs + column;
+        const int width = int(std::min<int64_t>(LANES, outputs - column));
+        if (width <= 0) break;
+        Floats sum = load(sums[0][r] + half * LANES);
+        if (bias) sum += load_some(bias + column, width);
+        if (residual) sum += load_some(residual + place, width);
+        store_some(y + place, sum, width);
+      }
+  }
+};
+
+// x against W, panels [first, last), rows of blocks [first_block, last_block): what one thread does. `following` is what it
+// multiplies by afterwards.
+template <class Element, class Finish>
+void multiply(const PackedRows<Element>& x, const Matrix<Element>& w, int64_t first_block, int64_t last_block, int64_t first,
+              int64_t last, const Finish& finish, Ahead& ahead, Range following) {
+  const int64_t partner = w.panels() / 2;  // of panel p, in pairs: p + partner
+  for (int64_t from = first_block; from < last_block; from += CHUNK_BLOCKS) {
+    const int64_t to = std::min(last_block, from + CHUNK_BLOCKS);
+    for (int64_t panel = first; panel < last; panel++) {
+      // A single block reads as fast as the memory gives; the processor sees by itself where that goes on.
+      if (to - from > 1) {
+        if (panel + 1 == last) ahead.weights(to < last_block ? w.range(first) : following);
+        else ahead.weights(w.range(panel + 1), Finish::PANELS == 2 ? w.range(panel + 1 + partner) : Range());
+      }
+      for (int64_t block = from; block < to; block++) {
+        float sums[Finish::PANELS][MAX_ROWS][PANEL];
+        const int64_t row = x.start(block);
+        const int count = int(x.start(block + 1) - row);
+        for (int i = 0; i < Finish::PANELS; i++)
+          sum_products(count, x.data + row * x.inputs, w.panel(panel + i * partner), x.inputs, ahead, sums[i]);
+        finish(sums, row, count, panel);
+      }
     }
   }
 }
+
+// The part of a product that thread `thread` of `threads` computes. Few rows: each thread takes some panels. Many: each
+// takes some rows.
+struct Share {
+  int64_t first_block, last_block, first, last;
+
+  Share(int64_t blocks, int64_t panels, int64_t thread, int64_t threads) {
+    const bool by_rows = blocks >= threads * CHUNK_BLOCKS / 2;
+    const auto part = [&](int64_t count, int64_t index) { return count * index / threads; };
+    first_block = by_rows ? part(blocks, thread) : 0, last_block = by_rows ? part(blocks, thread + 1) : blocks;
+    first = by_rows ? 0 : part(panels, thread), last = by_rows ? panels : part(panels, thread + 1);
+  }
+};
 
 }  // namespace mini_vllm

@@ -2,16 +2,15 @@
 //
 // The work is shared out with at::parallel_for, so that the kernels and PyTorch use one pool of threads. Registered
 // operators release Python's lock while they run.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <atomic>
-
 #include "attention.h"
+#include "decoder.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "parallel.h"
 #include "sampler.h"
 #include "vector.h"
 
@@ -48,22 +47,14 @@ void check_rows(const Tensor& tensor, const char* name) {
   TORCH_CHECK(tensor.dim() >= 1 && tensor.stride(-1) == 1, name, ": elements of a row must lie side by side");
 }
 
-// Memory of one thread for what a kernel lays out anew at each call. It grows to the largest request and stays, since
-// asking the system for some hundred kilobytes at each call costs more than a small product does.
-template <class Element>
-Element* scratch_memory(int64_t count) {
-  thread_local std::vector<Element> memory;
-  if (int64_t(memory.size()) < count) memory.resize(count);
-  return memory.data();
-}
-
 // ---- linear ------------------------------------------------------------------------------------------------------
 
-Tensor pack_linear(const Tensor& weight) {
+void pack_linear(const Tensor& weight, const Tensor& packed) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be [outputs, inputs] and contiguous");
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   TORCH_CHECK(inputs % 2 == 0, "an even number of inputs is needed, got ", inputs);
-  Tensor packed = at::empty({num_panels(outputs), inputs, PANEL}, weight.options());
+  check_like(packed, weight, "packed");
+  TORCH_CHECK(packed.numel() == num_panels(outputs) * inputs * PANEL, "packed has another size");
   with_element_of(weight, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
     at::parallel_for(0, num_panels(outputs), 1, [&](int64_t begin, int64_t end) {
@@ -71,26 +62,11 @@ Tensor pack_linear(const Tensor& weight) {
         pack_panel(data_of<Element>(weight), outputs, inputs, panel, data_of<Element>(packed));
     });
   });
-  return packed;
 }
 
-// Few rows: each thread takes some panels. Many: each takes some rows, so that it lays out only its own.
-template <class Element, class Output>
-void run_linear(const LinearArguments<Element, Output>& a, int64_t rows) {
-  const int64_t panels = num_panels(a.outputs), threads = at::get_num_threads();
-  const int64_t scratch_size = std::min(rows, CHUNK_ROWS) * a.inputs;
-  if (rows < threads * CHUNK_ROWS / 2) {
-    for (int64_t row = 0; row < rows; row += CHUNK_ROWS)
-      at::parallel_for(0, panels, 1, [&](int64_t first, int64_t last) {
-        linear(a, row, std::min(rows, row + CHUNK_ROWS), first, last, scratch_memory<Element>(scratch_size));
-      });
-    return;
-  }
-  const int64_t chunks = threads * ((rows + threads * CHUNK_ROWS - 1) / (threads * CHUNK_ROWS));
-  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; chunk++)
-      linear(a, rows * chunk / chunks, rows * (chunk + 1) / chunks, 0, panels, scratch_memory<Element>(scratch_size));
-  });
+template <class Element>
+Matrix<Element> matrix_of(const Tensor& packed, int64_t outputs, const OptionalTensor& bias) {
+  return {data_of<Element>(packed), outputs, packed.size(1), data_of<Element>(bias)};
 }
 
 Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const OptionalTensor& bias,
@@ -104,11 +80,14 @@ Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const O
   Tensor y = at::empty({x.size(0), outputs}, float32_output ? x.options().dtype(at::kFloat) : x.options());
   with_element_of(x, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
-    const auto run = [&](auto* output) {
-      run_linear(LinearArguments<Element, std::remove_pointer_t<decltype(output)>>{
-                     data_of<Element>(x), data_of<Element>(packed), data_of<Element>(bias), data_of<Element>(residual),
-                     output, x.stride(0), x.size(1), outputs},
-                 x.size(0));
+    const int64_t width = x.size(1);
+    const PackedRows<Element> rows{scratch_memory<Element>(x.numel()), x.size(0), width};
+    for_each_row(rows.rows, width, [&](int64_t row) { rows.put(row, data_of<Element>(x) + row * x.stride(0)); });
+    std::vector<Ahead> ahead = one_a_thread(rows.data);
+    const auto run = [&](auto* to) {
+      using Output = std::remove_pointer_t<decltype(to)>;
+      multiply_together(rows, matrix_of<Element>(packed, outputs, bias),
+                        StoreRows<Element, Output>{data_of<Element>(bias), data_of<Element>(residual), to, outputs}, ahead);
     };
     if (float32_output) run(data_of<float>(y));
     else run(data_of<Element>(y));
@@ -117,10 +96,6 @@ Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const O
 }
 
 // ---- element by element ------------------------------------------------------------------------------------------
-
-constexpr int64_t ROW_ELEMENTS = 8192;  // below so many elements a second thread costs more than it brings
-
-int64_t rows_a_thread(int64_t width) { return std::max<int64_t>(1, ROW_ELEMENTS / width); }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check_rows(x, "x");
@@ -131,10 +106,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   Tensor y = at::empty(x.sizes(), x.options());
   with_element_of(x, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
-    at::parallel_for(0, x.numel() / width, rows_a_thread(width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++)
-        rms_norm_row(data_of<Element>(rows) + row * stride, data_of<Element>(weight), float(eps), width,
-                     data_of<Element>(y) + row * width);
+    for_each_row(x.numel() / width, width, [&](int64_t row) {
+      rms_norm_row(data_of<Element>(rows) + row * stride, data_of<Element>(weight), float(eps), width,
+                   data_of<Element>(y) + row * width);
     });
   });
   return y;
@@ -148,11 +122,10 @@ void rotate(const Tensor& heads, const Tensor& cos, const Tensor& sin) {
   TORCH_CHECK(heads.dim() == 3 && heads.size(2) == 2 * half, "heads must be [tokens, heads, ", 2 * half, "]");
   with_element_of(heads, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
-    at::parallel_for(0, heads.size(0), rows_a_thread(2 * half * count), [&](int64_t begin, int64_t end) {
-      for (int64_t token = begin; token < end; token++)
-        for (int64_t head = 0; head < count; head++)
-          rotate_head(data_of<Element>(heads) + token * heads.stride(0) + head * heads.stride(1),
-                      data_of<Element>(cos) + token * half, data_of<Element>(sin) + token * half, half);
+    for_each_row(heads.size(0), 2 * half * count, [&](int64_t token) {
+      for (int64_t head = 0; head < count; head++)
+        rotate_head(data_of<Element>(heads) + token * heads.stride(0) + head * heads.stride(1),
+                    data_of<Element>(cos) + token * half, data_of<Element>(sin) + token * half, half);
     });
   });
 }
@@ -163,9 +136,8 @@ Tensor silu_and_mul(const Tensor& gate_up) {
   Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
   with_element_of(gate_up, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
-    at::parallel_for(0, gate_up.size(0), rows_a_thread(width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++)
-        silu_and_mul_row(data_of<Element>(gate_up) + row * 2 * width, width, data_of<Element>(y) + row * width);
+    for_each_row(gate_up.size(0), width, [&](int64_t row) {
+      silu_and_mul_row(data_of<Element>(gate_up) + row * 2 * width, width, data_of<Element>(y) + row * width);
     });
   });
   return y;
@@ -177,9 +149,8 @@ Tensor activate(const Tensor& x, int64_t kind) {
   Tensor y = at::empty(x.sizes(), x.options());
   with_element_of(x, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
-    at::parallel_for(0, x.size(0), rows_a_thread(width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++)
-        activate_row(Activation(kind), data_of<Element>(x) + row * stride, width, data_of<Element>(y) + row * width);
+    for_each_row(x.size(0), width, [&](int64_t row) {
+      activate_row(Activation(kind), data_of<Element>(x) + row * stride, width, data_of<Element>(y) + row * width);
     });
   });
   return y;
@@ -187,21 +158,17 @@ Tensor activate(const Tensor& x, int64_t kind) {
 
 // ---- attention ---------------------------------------------------------------------------------------------------
 
-template <class Element>
-void run_attention(const AttentionArguments<Element>& a, int64_t tokens, int64_t sequences) {
-  at::parallel_for(0, tokens, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; token++) write_token(a, token);
-  });
-  // Tasks differ in length, so threads take the next one when they are free. Who computes a task changes no bit of it.
-  const std::vector<AttentionTask> tasks = attention_tasks(a, sequences);
-  std::atomic<size_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks.size()), 1, [&](int64_t, int64_t) {
-    thread_local AttentionScratch<Element> scratch;
-    for (size_t i = next++, following; i < tasks.size(); i = following) {
-      following = next++;
-      attend(a, tasks[i], following < tasks.size() ? &tasks[following] : nullptr, scratch);
-    }
-  });
+// Where a step's tokens stand and where their keys and values live, checked.
+void check_step(const Tensor& block_tables, const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping) {
+  for (const Tensor* tensor : {&block_tables, &query_starts, &context_lens})
+    TORCH_CHECK(tensor->scalar_type() == at::kInt && tensor->is_contiguous(), "tables, starts and lengths must be int32");
+  TORCH_CHECK(slot_mapping.scalar_type() == at::kLong && slot_mapping.is_contiguous(), "slot_mapping must be int64");
+}
+
+AttentionPlan plan_of(const Tensor& query_starts, const Tensor& context_lens, int64_t num_heads, int64_t num_kv_heads) {
+  TORCH_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads must divide num_heads");
+  return AttentionPlan(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), context_lens.size(0), num_kv_heads,
+                       num_heads / num_kv_heads, at::get_num_threads());
 }
 
 Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
@@ -214,50 +181,73 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
                 "query, key and value must be [tokens, heads, ", head_dim, "], a token's heads side by side");
   check_like(key_cache, query, "key_cache");
   check_like(value_cache, query, "value_cache");
-  TORCH_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads must divide num_heads");
-  for (const Tensor* tensor : {&block_tables, &query_starts, &context_lens})
-    TORCH_CHECK(tensor->scalar_type() == at::kInt && tensor->is_contiguous(), "tables, starts and lengths must be int32");
-  TORCH_CHECK(slot_mapping.scalar_type() == at::kLong && slot_mapping.is_contiguous(), "slot_mapping must be int64");
+  check_step(block_tables, query_starts, context_lens, slot_mapping);
   Tensor output = at::empty({query.size(0), num_heads, head_dim}, query.options());
   with_element_of(query, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
     const BlockLayout<Element> layout{block_size, (head_dim + LANES - 1) / LANES * LANES};
     TORCH_CHECK(key_cache.size(1) == num_kv_heads && key_cache.size(2) == layout.size(), "the cache has another layout");
-    run_attention(
+    attend_together(
         AttentionArguments<Element>{
             data_of<Element>(query), data_of<Element>(key), data_of<Element>(value), query.stride(0), key.stride(0),
             value.stride(0), data_of<Element>(key_cache), data_of<Element>(value_cache), data_of<int32_t>(block_tables),
-            data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), data_of<int64_t>(slot_mapping),
-            data_of<Element>(output), block_tables.size(1), num_heads, num_kv_heads, head_dim, layout, float(scale),
-            float(softcap), window},
-        query.size(0), context_lens.size(0));
+            data_of<int64_t>(slot_mapping), data_of<Element>(output), block_tables.size(1), num_heads, num_kv_heads, head_dim,
+            layout, float(scale), float(softcap), window},
+        plan_of(query_starts, context_lens, num_heads, num_kv_heads));
   });
   return output;
 }
 
-// ---- two halves of a decoder layer -------------------------------------------------------------------------------
-//
-// The pieces above in a row. A step of one token is some three hundred of them, and calling each from Python takes longer
-// than what most of them do.
+// ---- decoder layers ----------------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor, Tensor> before_attention(const Tensor& hidden, const Tensor& norm, double eps, const Tensor& qkv,
-                                                    const OptionalTensor& qkv_bias, int64_t num_heads,
-                                                    int64_t num_kv_heads, const Tensor& cos, const Tensor& sin) {
-  const int64_t head_dim = 2 * cos.size(-1), all_heads = num_heads + 2 * num_kv_heads;
-  Tensor heads = linear_op(rms_norm(hidden, norm, eps), qkv, all_heads * head_dim, qkv_bias, {}, false);
-  heads = heads.view({hidden.size(0), all_heads, head_dim});
-  rotate(heads.narrow(1, 0, num_heads + num_kv_heads), cos, sin);
-  return {heads.narrow(1, 0, num_heads), heads.narrow(1, num_heads, num_kv_heads),
-          heads.narrow(1, num_heads + num_kv_heads, num_kv_heads)};
-}
-
-Tensor after_attention(const Tensor& attended, const Tensor& hidden, const Tensor& output, const OptionalTensor& output_bias,
-                       const Tensor& norm, double eps, const Tensor& gate_up, const OptionalTensor& gate_up_bias,
-                       const Tensor& down, const OptionalTensor& down_bias) {
-  const int64_t width = hidden.size(1);
-  const Tensor middle = linear_op(attended.flatten(1), output, width, output_bias, hidden, false);
-  const Tensor inner = linear_op(rms_norm(middle, norm, eps), gate_up, 2 * down.size(1), gate_up_bias, {}, false);
-  return linear_op(silu_and_mul(inner), down, width, down_bias, middle, false);
+// All layers of a model, or a run of them. `weights` holds six tensors a layer: input norm, post-attention norm, and the
+// packed qkv, output, gate_up and down; `biases` the last four's. Layers are alike but for their windows.
+Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::List<OptionalTensor>& biases, double eps,
+                      int64_t num_heads, int64_t num_kv_heads, const Tensor& cos, const Tensor& sin,
+                      at::TensorList key_caches, at::TensorList value_caches, const Tensor& block_tables,
+                      const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping,
+                      int64_t block_size, double scale, double softcap, at::IntArrayRef windows) {
+  const int64_t tokens = hidden.size(0), width = hidden.size(1), head_dim = 2 * cos.size(-1), layers = windows.size();
+  const int64_t attended_width = num_heads * head_dim, qkv_width = attended_width + 2 * num_kv_heads * head_dim;
+  TORCH_CHECK(int64_t(weights.size()) == 6 * layers && int64_t(biases.size()) == 4 * layers, "six weights and four biases a layer");
+  TORCH_CHECK(int64_t(key_caches.size()) == layers && int64_t(value_caches.size()) == layers, "one cache a layer");
+  check_step(block_tables, query_starts, context_lens, slot_mapping);
+  for (const Tensor& tensor : weights) check_like(tensor, hidden, "weight");
+  check_like(cos, hidden, "cos");
+  check_like(sin, hidden, "sin");
+  const int64_t inner_width = weights[5].size(1);
+  TORCH_CHECK(inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", inner_width);
+  const AttentionPlan plan = plan_of(query_starts, context_lens, num_heads, num_kv_heads);
+  Tensor result = hidden.clone(at::MemoryFormat::Contiguous);
+  with_element_of(hidden, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    const auto memory = [&](int64_t columns) { return at::empty({tokens, columns}, hidden.options()); };
+    const Tensor middle = memory(width), qkv = memory(qkv_width), attended = memory(attended_width);
+    const Tensor rows = memory(std::max(width, attended_width)), inner = memory(inner_width);
+    const BlockLayout<Element> layout{block_size, (head_dim + LANES - 1) / LANES * LANES};
+    std::vector<DecoderLayer<Element>> all;
+    for (int64_t i = 0; i < layers; i++) {
+      const auto w = weights.slice(6 * i, 6);
+      check_like(key_caches[i], hidden, "key_cache");
+      check_like(value_caches[i], hidden, "value_cache");
+      TORCH_CHECK(key_caches[i].size(1) == num_kv_heads && key_caches[i].size(2) == layout.size(), "the cache has another layout");
+      const auto matrix = [&](int64_t index, int64_t outputs) { return matrix_of<Element>(w[2 + index], outputs, biases.get(4 * i + index)); };
+      all.push_back({data_of<Element>(w[0]), data_of<Element>(w[1]), float(eps), matrix(0, qkv_width), matrix(1, width),
+                     matrix(2, 2 * inner_width), matrix(3, width), data_of<Element>(key_caches[i]),
+                     data_of<Element>(value_caches[i]), windows[i]});
+    }
+    const Element* heads = data_of<Element>(qkv);
+    const AttentionArguments<Element> attention{
+        heads, heads + attended_width, heads + attended_width + num_kv_heads * head_dim, qkv_width, qkv_width, qkv_width,
+        nullptr, nullptr, data_of<int32_t>(block_tables), data_of<int64_t>(slot_mapping), data_of<Element>(attended),
+        block_tables.size(1), num_heads, num_kv_heads, head_dim, layout, float(scale), float(softcap), 0};
+    const auto offsets = cache_offsets(attention, plan, *std::max_element(windows.begin(), windows.end()));
+    Decoder<Element> decoder({data_of<Element>(result), data_of<Element>(middle), data_of<Element>(qkv),
+                              data_of<Element>(attended), data_of<Element>(rows), data_of<Element>(inner)},
+                             tokens, attention, plan, data_of<Element>(cos), data_of<Element>(sin), offsets);
+    for (int64_t i = 0; i < layers; i++) decoder.run(all[i], i + 1 < layers ? &all[i + 1] : nullptr);
+  });
+  return result;
 }
 
 // ---- sampler -----------------------------------------------------------------------------------------------------
@@ -351,7 +341,7 @@ std::tuple<Tensor, Tensor, Tensor> logprobs(const Tensor& logits, const Tensor& 
 }  // namespace
 
 TORCH_LIBRARY(mini_vllm_cpu, library) {
-  library.def("pack_linear(Tensor weight) -> Tensor", &pack_linear);
+  library.def("pack_linear(Tensor weight, Tensor(a!) packed) -> ()", &pack_linear);
   library.def(
       "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, bool float32_output) -> Tensor",
       &linear_op);
@@ -365,13 +355,11 @@ TORCH_LIBRARY(mini_vllm_cpu, library) {
       "float scale, float softcap, int window) -> Tensor",
       &paged_attention);
   library.def(
-      "before_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, int num_heads, "
-      "int num_kv_heads, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)",
-      &before_attention);
-  library.def(
-      "after_attention(Tensor attended, Tensor hidden, Tensor output, Tensor? output_bias, Tensor norm, float eps, "
-      "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias) -> Tensor",
-      &after_attention);
+      "decoder_layers(Tensor hidden, Tensor[] weights, Tensor?[] biases, float eps, int num_heads, int num_kv_heads, "
+      "Tensor cos, Tensor sin, Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_tables, "
+      "Tensor query_starts, Tensor context_lens, Tensor slot_mapping, int block_size, float scale, float softcap, "
+      "int[] windows) -> Tensor",
+      &decoder_layers);
   library.def("best_tokens(Tensor logits) -> (Tensor, Tensor)", &best_tokens);
   library.def(
       "draw_tokens(Tensor logits, Tensor numbers, Tensor integers, Tensor? grammar_mask, Tensor? allowed_draws, "

@@ -109,6 +109,19 @@ inline Floats exp(Floats x) {
   return underflows ? Floats{} : result;
 }
 
+// 2^x for x <= 0, to within 2 units in the last place: the exponential of a softmax, where every x has the maximum taken
+// off. x = n + r with |r| <= 1/2; 2^r is a polynomial that is exactly 1 at r = 0 (the best of degree 5 in relative error),
+// and n is added to its exponent bits. Below -126 the result stays 2^-126, so what must be 0 is made so by the caller.
+inline Floats exp2_of_negative(Floats x) {
+  x = max(broadcast(-126.0f), x);
+  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the lowest bits
+  const Floats r = x - (shifted - 12582912.0f);
+  Floats p = broadcast(1.3264727e-3f);
+  for (float coefficient : {9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1.0f})
+    p = fused_multiply_add(p, r, broadcast(coefficient));
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
+}
+
 // tanh(x) = 1 - 2 / (exp(2x) + 1); for large x the quotient is too small to count.
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
