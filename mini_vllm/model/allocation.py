@@ -4,8 +4,9 @@ Where it stands: around the loading of weights and around packing them for the k
 
 `large_blocks_apart`: both free a matrix just after another one of about its size was made. The C library keeps freed
 blocks of up to 32 MB for later ones, but a hole of exactly that size seldom takes the next matrix, which wants its
-place aligned; so the heap grows to almost twice the weights. Blocks with pages of their own go back to the system at once:
-measured on a GPT-2 of 80 MB in bfloat16, the peak of loading and packing is 1.06 of the weights instead of 1.4 to 1.7.
+place aligned; so the heap grows to almost twice the weights. Blocks with pages of their own go back to the system at
+once: measured on a GPT-2 of 80 MB in bfloat16, the peak of loading and packing is 1.06 of the weights instead of 1.4
+to 1.7.
 
 `WeightMemory`: all packed matrices side by side in a few large stretches, which Linux backs with pages of 2 MB where it
 may. Every step reads all weights once; with pages of 4 KB the processor looks up 66,000 addresses for 270 MB, which was
