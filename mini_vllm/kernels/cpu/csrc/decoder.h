@@ -22,7 +22,38 @@ struct DecoderLayer {
   Matrix<Element> qkv, output, gate_up, down;
   Element *keys, *values;  // the cache
   int64_t window;
+
+  int64_t weights() const { return qkv.inputs * qkv.outputs + output.inputs * output.outputs + 3 * down.inputs * down.outputs; }
 };
+
+// Sequences [first, last) of a step.
+struct Part {
+  int64_t first, last;
+};
+
+constexpr int64_t MIN_PART_ROWS = 16;  // below so many a thread would wait for the weights
+
+// A step cut into one part a thread, alike in cost within an eighth; where that cannot be, one part for all threads. A
+// thread that has sequences of its own waits for nobody and shares no line of a cache, but it reads all weights by itself,
+// so it needs enough rows to be busy meanwhile. A token costs `token_cost` plus the keys that it sees.
+inline std::vector<Part> parts_of(const int32_t* query_starts, const int32_t* context_lens, int64_t sequences,
+                                  int64_t token_cost, int64_t threads) {
+  const std::vector<Part> whole{{0, sequences}};
+  if (threads == 1 || query_starts[sequences] < threads * MIN_PART_ROWS) return whole;
+  std::vector<int64_t> costs{0};
+  for (int64_t i = 0; i < sequences; i++)
+    costs.push_back(costs.back() + (query_starts[i + 1] - query_starts[i]) * (token_cost + context_lens[i]));
+  std::vector<Part> parts;
+  for (int64_t i = 0, first = 0; i < threads; i++) {
+    const int64_t wanted = costs.back() * (i + 1) / threads;
+    int64_t last = std::lower_bound(costs.begin(), costs.end(), wanted) - costs.begin();
+    if (last > first + 1 && wanted - costs[last - 1] < costs[last] - wanted) last--;
+    if (last <= first || (costs[last] - costs[first]) * threads > costs.back() + costs.back() / 8) return whole;
+    parts.push_back({first, last});
+    first = last;
+  }
+  return parts;
+}
 
 // silu(gate) * up, laid down as the next product reads it. Panels come in pairs: one of gates, one of ups.
 template <class Element>
@@ -86,7 +117,7 @@ class Decoder {
   Decoder(DecoderMemory<Element> memory, int64_t tokens, AttentionArguments<Element> attention, const AttentionPlan& plan,
           const Element* cos, const Element* sin, const std::vector<std::vector<int64_t>>& cache_offsets)
       : m_(memory), tokens_(tokens), a_(attention), plan_(plan), cos_(cos), sin_(sin), cache_offsets_(cache_offsets),
-        ahead_(one_a_thread(memory.hidden)) {}
+        ahead_(plan.queues.size(), Ahead(memory.hidden)) {}
 
   // `next` is the layer that follows, or null.
   void run(const DecoderLayer<Element>& layer, const DecoderLayer<Element>* next) {

@@ -217,7 +217,7 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
   check_like(sin, hidden, "sin");
   const int64_t inner_width = weights[5].size(1);
   TORCH_CHECK(inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", inner_width);
-  const AttentionPlan plan = plan_of(query_starts, context_lens, num_heads, num_kv_heads);
+  TORCH_CHECK(layers > 0 && num_heads % num_kv_heads == 0, "there must be layers, and num_kv_heads must divide num_heads");
   Tensor result = hidden.clone(at::MemoryFormat::Contiguous);
   with_element_of(hidden, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
@@ -236,16 +236,33 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
                      matrix(2, 2 * inner_width), matrix(3, width), data_of<Element>(key_caches[i]),
                      data_of<Element>(value_caches[i]), windows[i]});
     }
-    const Element* heads = data_of<Element>(qkv);
-    const AttentionArguments<Element> attention{
-        heads, heads + attended_width, heads + attended_width + num_kv_heads * head_dim, qkv_width, qkv_width, qkv_width,
-        nullptr, nullptr, data_of<int32_t>(block_tables), data_of<int64_t>(slot_mapping), data_of<Element>(attended),
-        block_tables.size(1), num_heads, num_kv_heads, head_dim, layout, float(scale), float(softcap), 0};
-    const auto offsets = cache_offsets(attention, plan, *std::max_element(windows.begin(), windows.end()));
-    Decoder<Element> decoder({data_of<Element>(result), data_of<Element>(middle), data_of<Element>(qkv),
-                              data_of<Element>(attended), data_of<Element>(rows), data_of<Element>(inner)},
-                             tokens, attention, plan, data_of<Element>(cos), data_of<Element>(sin), offsets);
-    for (int64_t i = 0; i < layers; i++) decoder.run(all[i], i + 1 < layers ? &all[i + 1] : nullptr);
+    const auto run_part = [&](const Part& part, int64_t threads) {
+      const int32_t* starts = data_of<int32_t>(query_starts) + part.first;
+      const int64_t token = starts[0], count = part.last - part.first, part_tokens = starts[count] - token;
+      std::vector<int32_t> own_starts;
+      for (int64_t i = 0; i <= count; i++) own_starts.push_back(starts[i] - int32_t(token));
+      const auto at = [&](const Tensor& tensor) { return data_of<Element>(tensor) + token * tensor.size(-1); };
+      const Element* heads = at(qkv);
+      const AttentionArguments<Element> attention{
+          heads, heads + attended_width, heads + attended_width + num_kv_heads * head_dim, qkv_width, qkv_width, qkv_width,
+          nullptr, nullptr, data_of<int32_t>(block_tables) + part.first * block_tables.size(1),
+          data_of<int64_t>(slot_mapping) + token, at(attended), block_tables.size(1), num_heads, num_kv_heads, head_dim,
+          layout, float(scale), float(softcap), 0};
+      const AttentionPlan plan(own_starts.data(), data_of<int32_t>(context_lens) + part.first, count, num_kv_heads,
+                               num_heads / num_kv_heads, threads);
+      const auto offsets = cache_offsets(attention, plan, *std::max_element(windows.begin(), windows.end()));
+      Decoder<Element> decoder({at(result), at(middle), at(qkv), at(attended), at(rows), at(inner)}, part_tokens, attention,
+                               plan, at(cos), at(sin), offsets);
+      for (int64_t i = 0; i < layers; i++) decoder.run(all[i], i + 1 < layers ? &all[i + 1] : nullptr);
+    };
+    // By its arithmetic a token's products are worth twice as many keys; attention gets about half as much done in a time.
+    const int64_t token_cost = all[0].weights() / (4 * attended_width);
+    const std::vector<Part> parts = parts_of(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens),
+                                             context_lens.size(0), token_cost, at::get_num_threads());
+    if (parts.size() == 1) return run_part(parts[0], at::get_num_threads());
+    at::parallel_for(0, int64_t(parts.size()), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) run_part(parts[i], 1);
+    });
   });
   return result;
 }
