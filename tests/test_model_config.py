@@ -111,6 +111,13 @@ def test_qwen3_has_head_norms_and_heads_of_128_by_default() -> None:
     assert config.head_dim == 128
 
 
+def test_a_head_dim_that_is_given_needs_no_hidden_size_that_the_heads_divide() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 34, "num_attention_heads": 4}
+    assert tiny_model_config(**sizes, head_dim=8).head_dim == 8
+    with pytest.raises(ModelLoadError, match=r"hidden_size=34 .* there is no head_dim"):
+        tiny_model_config(**sizes, head_dim=None)
+
+
 def test_llama_has_one_kv_head_a_query_head_by_default() -> None:
     assert tiny_model_config(num_key_value_heads=None).num_kv_heads == 4
 

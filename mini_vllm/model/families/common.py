@@ -83,7 +83,7 @@ def read_common(config: HFConfig, name: str, reading: Reading) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        head_dim=config.integer("head_dim", reading.head_dim or _derived_head_dim(hidden_size, num_heads)),
+        head_dim=_head_dim(config, reading.head_dim, hidden_size, num_heads),
         max_position_embeddings=max_position,
         norm_eps=config.number(reading.eps_key, reading.eps),
         ropes=(rope,) * num_layers,
@@ -137,7 +137,9 @@ def read_layer_types(config: HFConfig, num_layers: int) -> list[str]:
     return types
 
 
-def _derived_head_dim(hidden_size: int, num_heads: int) -> int:
+def _head_dim(config: HFConfig, default: int | None, hidden_size: int, num_heads: int) -> int:
+    if default is not None or config.has("head_dim"):
+        return config.integer("head_dim", default)
     if hidden_size % num_heads:
         raise ModelLoadError(
             f"hidden_size={hidden_size} in config.json is not a multiple of num_attention_heads={num_heads}, "
