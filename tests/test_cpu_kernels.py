@@ -369,3 +369,14 @@ def test_the_kernels_are_right_without_avx512_too() -> None:
     environment = {**os.environ, build.FLAGS_VARIABLE: "-march=x86-64-v3"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_sizes_that_do_not_match_are_refused_and_not_read_past_their_end() -> None:
+    x = torch.ones(2, 6)
+    packed = ops.pack_linear(torch.ones(5, 6))
+    with pytest.raises(RuntimeError, match="panels"):
+        ops.linear(x, packed, 100)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        ops.linear(x, packed, 5, torch.ones(1))
+    with pytest.raises(RuntimeError, match="weight must be"):
+        ops.rms_norm(x, torch.ones(1), 1e-6)

@@ -75,6 +75,8 @@ Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const O
   TORCH_CHECK(x.dim() == 2 && x.size(1) == packed.size(1), "x must be [rows, ", packed.size(1), "], got ", x.sizes());
   check_like(packed, x, "weight");
   if (bias) check_like(*bias, x, "bias");
+  TORCH_CHECK(packed.size(0) == num_panels(outputs), "the weight has ", packed.size(0), " panels, not those of ", outputs);
+  TORCH_CHECK(!bias || bias->numel() == outputs, "bias must be [", outputs, "]");
   if (residual) check_like(*residual, x, "residual");
   TORCH_CHECK(!residual || (residual->size(0) == x.size(0) && residual->size(1) == outputs), "residual has another shape");
   Tensor y = at::empty({x.size(0), outputs}, float32_output ? x.options().dtype(at::kFloat) : x.options());
@@ -101,6 +103,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check_rows(x, "x");
   check_like(weight, x, "weight");
   const int64_t width = x.size(-1);
+  TORCH_CHECK(weight.numel() == width, "weight must be [", width, "], got ", weight.sizes());
   const Tensor rows = x.is_contiguous() || x.dim() == 2 ? x : x.contiguous();
   const int64_t stride = rows.dim() == 2 ? rows.stride(0) : width;
   Tensor y = at::empty(x.sizes(), x.options());
