@@ -13,7 +13,9 @@ constexpr int TASK_ROWS = 48;  // rows that share one pass over the keys
 struct AttentionTask {
   int64_t sequence, kv_head, first_token, tokens;
   int64_t keys;  // that its last query sees
-  bool writes;   // its tokens are all that the sequence has in this step, so nobody else looks at their keys
+  // It writes the keys and values of its tokens: they are all that the sequence has in this step, and the block manager
+  // never lets a sequence read a block that another one writes in the same step.
+  bool writes;
   bool is_last;  // of the tasks of this sequence and head, the one that sees most
 };
 

@@ -35,7 +35,8 @@ constexpr int64_t MIN_PART_ROWS = 16;  // below so many a thread would wait for 
 
 // A step cut into one part a thread, alike in cost within an eighth; where that cannot be, one part for all threads. A
 // thread that has sequences of its own waits for nobody and shares no line of a cache, but it reads all weights by itself,
-// so it needs enough rows to be busy meanwhile. A token costs `token_cost` plus the keys that it sees.
+// so it needs enough rows to be busy meanwhile. It rests on the block manager's rule that no sequence reads a block which
+// another one writes in the same step. A token costs `token_cost` plus the keys that it sees.
 inline std::vector<Part> parts_of(const int32_t* query_starts, const int32_t* context_lens, int64_t sequences,
                                   int64_t token_cost, int64_t threads) {
   const std::vector<Part> whole{{0, sequences}};
@@ -124,19 +125,19 @@ class Decoder {
     const int64_t width = layer.qkv.inputs;
     normalize(m_.hidden, layer.input_norm, layer.eps, width);
     multiply_together(packed(width), layer.qkv, StoreRows<Element, Element>{layer.qkv.bias, nullptr, m_.qkv, layer.qkv.outputs},
-                      ahead_, &layer.output);
+                      ahead_, {&layer.output});
     attend(layer);
     look_ahead(next);
     const int64_t attended = layer.output.inputs;
     const PackedRows<Element> rows = packed(attended);
     for_each_row(tokens_, attended, [&](int64_t row) { rows.put(row, m_.attended + row * attended); });
     multiply_together(rows, layer.output, StoreRows<Element, Element>{layer.output.bias, m_.hidden, m_.middle, width}, ahead_,
-                      &layer.gate_up);
+                      {&layer.gate_up, 2});
     normalize(m_.middle, layer.post_attention_norm, layer.eps, width);
     const PackedRows<Element> inner{m_.inner, tokens_, layer.down.inputs};
-    multiply_together(packed(width), layer.gate_up, StoreGated<Element>{layer.gate_up.bias, inner}, ahead_, &layer.down);
+    multiply_together(packed(width), layer.gate_up, StoreGated<Element>{layer.gate_up.bias, inner}, ahead_, {&layer.down});
     multiply_together(inner, layer.down, StoreRows<Element, Element>{layer.down.bias, m_.middle, m_.hidden, width}, ahead_,
-                      next ? &next->qkv : nullptr);
+                      {next ? &next->qkv : nullptr});
   }
 
  private:

@@ -20,6 +20,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "ahead.h"
 #include "vector.h"
@@ -74,7 +75,11 @@ struct Matrix {
   int64_t panels() const { return num_panels(outputs); }
   int64_t bytes() const { return panels() * PANEL * inputs * int64_t(sizeof(Element)); }
   const Element* panel(int64_t index) const { return packed + index * PANEL * inputs; }
-  Range range(int64_t index) const { return index < panels() ? Range(panel(index), PANEL * inputs * sizeof(Element)) : Range(); }
+  // A panel, and its partner where they come in pairs.
+  std::pair<Range, Range> ranges(int64_t index, int64_t together) const {
+    const auto range = [&](int64_t i) { return i < panels() ? Range(panel(i), PANEL * inputs * sizeof(Element)) : Range(); };
+    return {range(index), together == 2 ? range(index + panels() / 2) : Range()};
+  }
 };
 
 // The sums of ROWS rows with one panel. Nothing is called here that is not inlined, or the compiler would keep the sums in
@@ -150,19 +155,21 @@ struct StoreRows {
   }
 };
 
-// x against W, panels [first, last), rows of blocks [first_block, last_block): what one thread does. `following` is what it
-// multiplies by afterwards.
+// x against W, panels [first, last), rows of blocks [first_block, last_block): what one thread does. `following` are the
+// panels that it multiplies by afterwards, one or a pair.
 template <class Element, class Finish>
 void multiply(const PackedRows<Element>& x, const Matrix<Element>& w, int64_t first_block, int64_t last_block, int64_t first,
-              int64_t last, const Finish& finish, Ahead& ahead, Range following) {
+              int64_t last, const Finish& finish, Ahead& ahead, std::pair<Range, Range> following) {
   const int64_t partner = w.panels() / 2;  // of panel p, in pairs: p + partner
   for (int64_t from = first_block; from < last_block; from += CHUNK_BLOCKS) {
     const int64_t to = std::min(last_block, from + CHUNK_BLOCKS);
     for (int64_t panel = first; panel < last; panel++) {
       // A single block reads as fast as the memory gives; the processor sees by itself where that goes on.
       if (to - from > 1) {
-        if (panel + 1 == last) ahead.weights(to < last_block ? w.range(first) : following);
-        else ahead.weights(w.range(panel + 1), Finish::PANELS == 2 ? w.range(panel + 1 + partner) : Range());
+        const int64_t next = panel + 1 < last ? panel + 1 : first;
+        const bool is_end = panel + 1 == last && to == last_block;
+        const auto ranges = is_end ? following : w.ranges(next, Finish::PANELS);
+        ahead.weights(ranges.first, ranges.second);
       }
       for (int64_t block = from; block < to; block++) {
         float sums[Finish::PANELS][MAX_ROWS][PANEL];

@@ -168,6 +168,13 @@ void check_step(const Tensor& block_tables, const Tensor& query_starts, const Te
   TORCH_CHECK(slot_mapping.scalar_type() == at::kLong && slot_mapping.is_contiguous(), "slot_mapping must be int64");
 }
 
+void check_tokens(int64_t tokens, const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping) {
+  const int64_t sequences = context_lens.size(0);
+  TORCH_CHECK(query_starts.size(0) == sequences + 1 && data_of<int32_t>(query_starts)[sequences] == tokens,
+              "query_starts must go from 0 to the ", tokens, " tokens in ", sequences, " sequences");
+  TORCH_CHECK(slot_mapping.size(0) == tokens, "slot_mapping must have ", tokens, " entries, got ", slot_mapping.size(0));
+}
+
 AttentionPlan plan_of(const Tensor& query_starts, const Tensor& context_lens, int64_t num_heads, int64_t num_kv_heads) {
   TORCH_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads must divide num_heads");
   return AttentionPlan(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), context_lens.size(0), num_kv_heads,
@@ -185,6 +192,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
   check_like(key_cache, query, "key_cache");
   check_like(value_cache, query, "value_cache");
   check_step(block_tables, query_starts, context_lens, slot_mapping);
+  check_tokens(query.size(0), query_starts, context_lens, slot_mapping);
   Tensor output = at::empty({query.size(0), num_heads, head_dim}, query.options());
   with_element_of(query, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
@@ -218,6 +226,8 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
   for (const Tensor& tensor : weights) check_like(tensor, hidden, "weight");
   check_like(cos, hidden, "cos");
   check_like(sin, hidden, "sin");
+  check_tokens(tokens, query_starts, context_lens, slot_mapping);
+  TORCH_CHECK(cos.numel() == tokens * head_dim / 2 && sin.numel() == cos.numel(), "cos and sin must be [tokens, 1, head_dim / 2]");
   const int64_t inner_width = weights[5].size(1);
   TORCH_CHECK(inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", inner_width);
   TORCH_CHECK(layers > 0 && num_heads % num_kv_heads == 0, "there must be layers, and num_kv_heads must divide num_heads");
@@ -234,11 +244,19 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
       check_like(key_caches[i], hidden, "key_cache");
       check_like(value_caches[i], hidden, "value_cache");
       TORCH_CHECK(key_caches[i].size(1) == num_kv_heads && key_caches[i].size(2) == layout.size(), "the cache has another layout");
-      const auto matrix = [&](int64_t index, int64_t outputs) { return matrix_of<Element>(w[2 + index], outputs, biases.get(4 * i + index)); };
+      const auto matrix = [&](int64_t index, int64_t outputs) {
+        const OptionalTensor bias = biases.get(4 * i + index);
+        if (bias) check_like(*bias, hidden, "bias");
+        TORCH_CHECK(w[2 + index].size(0) == num_panels(outputs), "a weight of a layer has another size");
+        TORCH_CHECK(!bias || bias->numel() == outputs, "a bias of a layer has another size");
+        return matrix_of<Element>(w[2 + index], outputs, bias);
+      };
       all.push_back({data_of<Element>(w[0]), data_of<Element>(w[1]), float(eps), matrix(0, qkv_width), matrix(1, width),
                      matrix(2, 2 * inner_width), matrix(3, width), data_of<Element>(key_caches[i]),
                      data_of<Element>(value_caches[i]), windows[i]});
     }
+    const bool any_sees_all = *std::min_element(windows.begin(), windows.end()) == 0;
+    const int64_t widest = any_sees_all ? 0 : *std::max_element(windows.begin(), windows.end());
     const auto run_part = [&](const Part& part, int64_t threads) {
       const int32_t* starts = data_of<int32_t>(query_starts) + part.first;
       const int64_t token = starts[0], count = part.last - part.first, part_tokens = starts[count] - token;
@@ -253,7 +271,7 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
           layout, float(scale), float(softcap), 0};
       const AttentionPlan plan(own_starts.data(), data_of<int32_t>(context_lens) + part.first, count, num_kv_heads,
                                num_heads / num_kv_heads, threads);
-      const auto offsets = cache_offsets(attention, plan, *std::max_element(windows.begin(), windows.end()));
+      const auto offsets = cache_offsets(attention, plan, widest);
       Decoder<Element> decoder({at(result), at(middle), at(qkv), at(attended), at(rows), at(inner)}, part_tokens, attention,
                                plan, at(cos), at(sin), offsets);
       for (int64_t i = 0; i < layers; i++) decoder.run(all[i], i + 1 < layers ? &all[i + 1] : nullptr);

@@ -30,15 +30,26 @@ void for_each_row(int64_t rows, int64_t width, Body body) {
   });
 }
 
-// finish(x W^T), shared out. `after` is the matrix that x's successor is multiplied by, or null.
+// What comes after a product: the matrix, and how many of its panels are multiplied together. Null: nothing.
+template <class Element>
+struct After {
+  const Matrix<Element>* matrix = nullptr;
+  int64_t together = 1;
+};
+
+// finish(x W^T), shared out.
 template <class Element, class Finish>
 void multiply_together(const PackedRows<Element>& x, const Matrix<Element>& w, const Finish& finish, std::vector<Ahead>& ahead,
-                       const Matrix<Element>* after = nullptr) {
+                       After<Element> after = {}) {
   const int64_t threads = int64_t(ahead.size()), panels = w.panels() / Finish::PANELS;
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++) {
       const Share share(x.blocks(), panels, thread, threads);
-      const Range following = after ? after->range(Share(x.blocks(), after->panels(), thread, threads).first) : Range();
+      std::pair<Range, Range> following;
+      if (after.matrix) {
+        const Share next(x.blocks(), after.matrix->panels() / after.together, thread, threads);
+        following = after.matrix->ranges(next.first, after.together);
+      }
       multiply(x, w, share.first_block, share.last_block, share.first, share.last, finish, ahead[thread], following);
     }
   });
@@ -61,6 +72,7 @@ void attend_together(const AttentionArguments<Element>& a, const AttentionPlan& 
   std::vector<Cursor> cursors(threads);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     thread_local AttentionScratch<Element> scratch;
+    // A thread takes its next task before it does this one, so that it can ask for the keys.
     for (int64_t thread = begin; thread < end; thread++)
       for (int64_t queue = thread; queue < thread + threads; queue++) {  // its own, then what others have left
         const std::vector<AttentionTask>& tasks = plan.queues[queue % threads];
