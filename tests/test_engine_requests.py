@@ -33,6 +33,7 @@ from mini_vllm.engine.sequence import Sequence
 from mini_vllm.errors import EngineDeadError, InvalidConfigError, InvalidRequestError
 from mini_vllm.outputs import FinishReason
 from mini_vllm.sampling_params import SamplingParams
+from mini_vllm.worker.memory import plan_pool
 
 
 def echo_engine(**options: Any) -> LLMEngine:
@@ -616,6 +617,16 @@ def test_a_path_is_as_good_as_its_text() -> None:
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidConfigError, match=r"max_sequences.*max_num_seqs"):
         LLMEngine("smollm2-135m-instruct", max_sequences=4)
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_kv_blocks", 100_000), ("kv_cache_memory", 10**15)])
+def test_a_pool_that_the_machine_cannot_hold_is_refused(field: str, value: int) -> None:
+    config = EngineConfig(model="tiny", **{field: value})
+    with pytest.raises(
+        InvalidConfigError, match=rf"{field} asks for a pool of \d+ blocks .* ask for at most"
+    ) as caught:
+        plan_pool(config, 8192, 10**12, torch.device("cpu"))
+    assert caught.value.field == field
 
 
 def test_max_model_len_is_lowered_to_what_the_pool_holds(caplog: pytest.LogCaptureFixture) -> None:

@@ -64,7 +64,7 @@ def plan_pool(config: EngineConfig, max_model_len: int, block_bytes: int, device
     useful = config.max_num_seqs * -(-max_model_len // block_size)
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
-        _check_room(num_blocks, max(block_bytes, 1), device)
+        _check_room("num_kv_blocks", num_blocks, max(block_bytes, 1), device)
     elif block_bytes == 0:
         num_blocks = useful
     else:
@@ -79,18 +79,20 @@ def plan_pool(config: EngineConfig, max_model_len: int, block_bytes: int, device
                 f"{block_bytes:,}; raise kv_cache_memory or lower {smaller}",
                 field="kv_cache_memory",
             )
+        _check_room("kv_cache_memory", num_blocks, block_bytes, device)
     plan = PoolPlan(num_blocks, block_size, min(max_model_len, num_blocks * block_size), block_bytes)
     _log(plan, max_model_len)
     return plan
 
 
-def _check_room(num_blocks: int, block_bytes: int, device: torch.device) -> None:
+def _check_room(field: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:
     free = free_memory(device)
     if num_blocks * block_bytes > free:
+        most = f"{free // block_bytes} blocks" if field == "num_kv_blocks" else f"{free:,} bytes"
         raise InvalidConfigError(
-            f"num_kv_blocks={num_blocks} takes {num_blocks * block_bytes:,} bytes, and {free:,} are free; "
-            f"ask for at most {free // block_bytes}",
-            field="num_kv_blocks",
+            f"{field} asks for a pool of {num_blocks} blocks of {block_bytes:,} bytes, and {free:,} bytes are free; "
+            f"ask for at most {most}",
+            field=field,
         )
 
 
