@@ -51,7 +51,9 @@ MODES: list[dict[str, Any]] = [
 def random_model(name: str, dtype: torch.dtype = torch.float32) -> Transformer:
     family = FAMILIES[name]
     activation = {"hidden_act": ACTIVATIONS.get(family.architecture, "silu")}
-    changes = {**activation, **family.changes, "vocab_size": BYTE_VOCAB_SIZE, "max_position_embeddings": 256}
+    # A width of whole panels, so that the layers of those families that are put together as Llama's run in one call.
+    sizes = {"intermediate_size": 64, "vocab_size": BYTE_VOCAB_SIZE, "max_position_embeddings": 256}
+    changes = {**activation, **family.changes, **sizes}
     model = Transformer(tiny_model_config(family.architecture, **changes), dtype=dtype).eval()
     generator = torch.Generator().manual_seed(SEEDS[name])
     for parameter_name, parameter in model.named_parameters():

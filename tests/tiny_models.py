@@ -25,7 +25,7 @@ from mini_vllm.model.transformer import Transformer
 _TINY = {
     "vocab_size": 97,
     "hidden_size": 32,
-    "intermediate_size": 64,
+    "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
