@@ -10,7 +10,7 @@ to 1.7.
 
 `WeightMemory`: all packed matrices side by side in a few large stretches, which Linux backs with pages of 2 MB where it
 may. Every step reads all weights once; with pages of 4 KB the processor looks up 66,000 addresses for 270 MB, which was
-5 to 15 % of a step.
+7 to 13 % of a step.
 
 What always holds: after `large_blocks_apart` it is as before, in the state that the library reaches by itself once it
 has freed a large block. Where there is no `mallopt` (macOS, musl) nothing is done.
