@@ -220,6 +220,7 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
                       int64_t block_size, double scale, double softcap, at::IntArrayRef windows) {
   const int64_t tokens = hidden.size(0), width = hidden.size(1), head_dim = 2 * cos.size(-1), layers = windows.size();
   const int64_t attended_width = num_heads * head_dim, qkv_width = attended_width + 2 * num_kv_heads * head_dim;
+  TORCH_CHECK(layers > 0 && num_heads % num_kv_heads == 0, "there must be layers, and num_kv_heads must divide num_heads");
   TORCH_CHECK(int64_t(weights.size()) == 6 * layers && int64_t(biases.size()) == 4 * layers, "six weights and four biases a layer");
   TORCH_CHECK(int64_t(key_caches.size()) == layers && int64_t(value_caches.size()) == layers, "one cache a layer");
   check_step(block_tables, query_starts, context_lens, slot_mapping);
@@ -230,7 +231,6 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
   TORCH_CHECK(cos.numel() == tokens * head_dim / 2 && sin.numel() == cos.numel(), "cos and sin must be [tokens, 1, head_dim / 2]");
   const int64_t inner_width = weights[5].size(1);
   TORCH_CHECK(inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", inner_width);
-  TORCH_CHECK(layers > 0 && num_heads % num_kv_heads == 0, "there must be layers, and num_kv_heads must divide num_heads");
   Tensor result = hidden.clone(at::MemoryFormat::Contiguous);
   with_element_of(hidden, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
