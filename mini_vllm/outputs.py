@@ -3,7 +3,9 @@
 Where it stands: the output processor makes one for every request that moved in a step; `LLMEngine.step` returns them.
 
 Deltas and totals: `output.text` and `output.token_ids` are what the *last step* added to the first choice, ready to
-print; `output.outputs[i]` is choice i, with the same deltas and, read only when asked for, everything so far.
+print; `output.outputs[i]` is choice i, with the same deltas and everything so far. Texts and lists are made when they
+are read: a step makes an output for each of its requests, and most of these are looked at once or never. For the same
+reason outputs are not frozen, which would make them five times as slow to make; nobody changes them all the same.
 
 In vLLM: `vllm/outputs.py`.
 """
@@ -12,8 +14,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 # The error of a request whose own masks exclude every token; all other errors are not the user's.
 NO_TOKEN_LEFT = (
@@ -50,7 +52,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """Times of one request, in seconds on the engine's clock (monotonic; only differences mean something).
 
@@ -79,56 +81,87 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
-@dataclass(frozen=True)
+class Answer(Protocol):
+    """One answer while it grows. What is known of it never changes, so a stretch of it can be read at any later time.
+
+    A stretch goes from one count of output tokens to another. When the answer has ended it is one longer than its
+    tokens: in the place behind the last one stands the text that was held back until it was clear that none follows.
+    """
+
+    def text(self, start: int, end: int) -> str: ...
+
+    def token_ids(self, start: int, end: int) -> list[int]: ...
+
+    def logprobs(self, start: int, end: int) -> list[TokenLogprobs] | None: ...
+
+    def token_texts(self, start: int, end: int) -> list[str] | None: ...
+
+    def token_times(self, start: int, end: int) -> list[float]: ...
+
+
+@dataclass(slots=True, repr=False, eq=False)
 class CompletionOutput:
-    """One of the n answers of a request.
+    """One of the n answers of a request. All that it says is read from the answer when it is asked for.
 
     Args:
         index: which of the n.
-        delta_text, delta_token_ids: what the last step added.
-        delta_logprobs, delta_token_texts: one entry a token of `delta_token_ids`; None unless logprobs were asked for.
         finish_reason: None while it goes on.
         stop_reason: the stop id or stop string that ended it; None for an end of sequence and all else.
+        answer: as it grows, in this output and in those after it.
+        start, end: the stretch of the answer that the last step added.
     """
 
     index: int
-    delta_text: str
-    delta_token_ids: list[int]
-    delta_logprobs: list[TokenLogprobs] | None
-    delta_token_texts: list[str] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    _read_text: Callable[[], str] = field(repr=False, compare=False)
-    _read_token_ids: Callable[[], list[int]] = field(repr=False, compare=False)
-    _read_logprobs: Callable[[], list[TokenLogprobs] | None] = field(repr=False, compare=False)
-    _read_token_texts: Callable[[], list[str] | None] = field(repr=False, compare=False)
-    _read_token_times: Callable[[], list[float]] = field(repr=False, compare=False)
+    answer: Answer
+    start: int
+    end: int
+
+    @property
+    def delta_text(self) -> str:
+        """The text that the last step added."""
+        return self.answer.text(self.start, self.end)
+
+    @property
+    def delta_token_ids(self) -> list[int]:
+        """The token ids that the last step added."""
+        return self.answer.token_ids(self.start, self.end)
+
+    @property
+    def delta_logprobs(self) -> list[TokenLogprobs] | None:
+        """One entry a token of `delta_token_ids`, None unless asked for."""
+        return self.answer.logprobs(self.start, self.end)
+
+    @property
+    def delta_token_texts(self) -> list[str] | None:
+        """One entry a token of `delta_token_ids`, None unless logprobs were asked for."""
+        return self.answer.token_texts(self.start, self.end)
 
     @property
     def text(self) -> str:
-        """All text so far. Built when read."""
-        return self._read_text()
+        """All text so far."""
+        return self.answer.text(0, self.end)
 
     @property
     def token_ids(self) -> list[int]:
-        """All output token ids so far, the ending one included. Built when read."""
-        return self._read_token_ids()
+        """All output token ids so far, the ending one included."""
+        return self.answer.token_ids(0, self.end)
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """One entry an output token, None unless asked for. Built when read."""
-        return self._read_logprobs()
+        """One entry an output token, None unless asked for."""
+        return self.answer.logprobs(0, self.end)
 
     @property
     def token_times(self) -> list[float]:
-        """When each output token was there, in seconds on the engine's clock. Built when read."""
-        return self._read_token_times()
+        """When each output token was there, in seconds on the engine's clock."""
+        return self.answer.token_times(0, self.end)
 
     @property
     def inter_token_times(self) -> list[float]:
         """Seconds between each output token and the one before it: one entry fewer than there are tokens."""
-        times = self._read_token_times()
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times)]
 
     @property
     def token_texts(self) -> list[str] | None:
@@ -137,10 +170,14 @@ class CompletionOutput:
 
         They join to `text`, and go on past it where a stop string has cut it.
         """
-        return self._read_token_texts()
+        return self.answer.token_texts(0, self.end)
+
+    def __repr__(self) -> str:
+        shown = ("index", "delta_text", "delta_token_ids", "finish_reason", "stop_reason")
+        return f"CompletionOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """The state of one request after a step.
 

@@ -18,7 +18,7 @@ import threading
 from dataclasses import replace
 
 from mini_vllm.errors import EngineDeadError
-from mini_vllm.outputs import CompletionOutput, RequestOutput
+from mini_vllm.outputs import RequestOutput
 
 
 class OutputStream:
@@ -94,20 +94,6 @@ class OutputStream:
 
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two outputs of one request as one: the deltas joined, all else as in the later one."""
-    earlier = {choice.index: choice for choice in first.outputs}
-    choices = [
-        _merge_choices(earlier[choice.index], choice) if choice.index in earlier else choice
-        for choice in second.outputs
-    ]
+    starts = {choice.index: choice.start for choice in first.outputs}
+    choices = [replace(choice, start=starts.get(choice.index, choice.start)) for choice in second.outputs]
     return replace(second, outputs=choices)
-
-
-def _merge_choices(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    logprobs, texts = second.delta_logprobs, second.delta_token_texts
-    return replace(
-        second,
-        delta_text=first.delta_text + second.delta_text,
-        delta_token_ids=first.delta_token_ids + second.delta_token_ids,
-        delta_logprobs=None if logprobs is None else (first.delta_logprobs or []) + logprobs,
-        delta_token_texts=None if texts is None else (first.delta_token_texts or []) + texts,
-    )
