@@ -43,10 +43,25 @@ def test_both_draw_the_same_tokens_with_the_same_logprobs() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
-@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 50}, {"top_k": 3000}, {"min_p": 0.02}])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *({}, {"top_k": 50}, {"top_k": 3000}, {"top_k": 3000, "top_p": 0.9}, {"min_p": 0.02}),
+        *({"top_p": 0.2}, {"top_p": 0.9}, {"top_p": 0.999}, {"top_p": 0.5, "min_p": 0.001}),
+    ],
+)
 def test_over_a_whole_vocabulary_both_draw_the_same_tokens(temperature: float, cut: dict[str, float]) -> None:
     logits = torch.randn(2, 49_153, generator=torch.Generator().manual_seed(3)) * 3
     draws = [OneDraw(row=i % 2, temperature=temperature, seed=i, position=7 * i, **cut) for i in range(60)]
+    batch = make_batch(draws, logits.shape[1])
+    assert sample(logits, batch, CPU_STEPS).token_ids.tolist() == sample(logits, batch).token_ids.tolist()
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9])
+def test_a_nucleus_that_ends_among_equal_tokens_ends_at_the_same_one(top_p: float) -> None:
+    """Tokens of few different logits: of those at the end of the nucleus, the smaller ids are in it."""
+    logits = torch.randint(0, 5, (2, 3001), generator=torch.Generator().manual_seed(5)).float()
+    draws = [OneDraw(row=i % 2, temperature=1.0, top_p=top_p, seed=i) for i in range(400)]
     batch = make_batch(draws, logits.shape[1])
     assert sample(logits, batch, CPU_STEPS).token_ids.tolist() == sample(logits, batch).token_ids.tolist()
 

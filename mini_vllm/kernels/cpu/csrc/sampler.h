@@ -5,6 +5,7 @@
 //                 the few that do are sorted
 //   noise         a token's 32 random bits alone bound its Gumbel number from above; logarithms are taken only for the
 //                 few tokens that could still win
+//   top_p         nothing is sorted: a token is drawn, and what stands before it is summed to see whether it counts
 //
 // What always holds: tokens stand in one order, the greater logit first and among equals the smaller id, as in
 // `model/sampling_order.py`; the noise is that of `model/noise.py`. A row of NaN is never sorted.
@@ -106,11 +107,12 @@ inline float gumbel(uint32_t bits) {
   return -std::log(-std::log1p(-uniform));
 }
 
-// Not below gumbel(bits): with v the uniform number, -log(-log1p(-v)) <= -log(v) <= ln 2 (32 - floor(log2(bits))).
+// Not below gumbel(bits): with v the uniform number, -log(-log1p(-v)) <= -log(v) = ln 2 (32 - log2(bits)), and a float's
+// own bits, read as an integer, are its logarithm with a straight line between powers of two, which lies below it.
 inline Floats gumbel_bound(Words bits) {
   const Floats number = __builtin_convertvector(bits, Floats) + 0.5f;
-  const Ints exponent = ((Ints)number >> 23) - 127;
-  return (32.0f - __builtin_convertvector(exponent, Floats)) * 0.693148f + 1e-3f;
+  const Floats log2_bits = __builtin_convertvector((Ints)number, Floats) * 0x1p-23f - 127.0f;
+  return (32.0f - log2_bits) * 0.693148f + 1e-3f;
 }
 
 inline int64_t draw_among(const std::vector<Candidate>& candidates, uint64_t key) {
@@ -122,21 +124,45 @@ inline int64_t draw_among(const std::vector<Candidate>& candidates, uint64_t key
   return best.token_id;
 }
 
-// Among a whole row, whose best token is `first`.
-inline int64_t draw_from_all(const float* row, int64_t size, int64_t first, uint64_t key) {
+constexpr Candidate BEHIND_ALL{-INFINITE, 0};  // no token of -inf comes before it, and every other one does
+
+// Among the tokens of a row that come before `end`. `first` is the best of the row, and always one of them.
+inline Candidate draw_before(const Candidate& end, const float* row, int64_t size, int64_t first, uint64_t key) {
   Candidate best{row[first] + gumbel(random_bits(key, first)), first};
   for (int64_t start = 0; start < size; start += LANES) {
+    const Floats lanes = logits_at(row, start, size);
+    const Ints may_come = lanes >= end.value;
+    if (!any(may_come)) continue;
     alignas(64) uint32_t bits[LANES];
-    for (int i = 0; i < LANES; i++) bits[i] = random_bits(key, start + i);
-    const Ints may_win = logits_at(row, start, size) + gumbel_bound(*(const Words*)bits) >= best.value;
+    for (int i = 0; i < LANES; i++) bits[i] = random_bits(key + uint64_t(start) * GOLDEN, i);  // of token start + i
+    const Ints may_win = may_come & (lanes + gumbel_bound(*(const Words*)bits) >= best.value);
     if (!any(may_win)) continue;
     for (int i = 0; i < LANES; i++) {
-      if (!may_win[i]) continue;  // what lies behind the row is -inf and never wins
-      const Candidate one{row[start + i] + gumbel(bits[i]), start + i};
+      if (!may_win[i] || !comes_before({lanes[i], start + i}, end)) continue;
+      const Candidate one{lanes[i] + gumbel(bits[i]), start + i};
       if (comes_before(one, best)) best = one;
     }
   }
-  return best.token_id;
+  return {row[best.token_id], best.token_id};
+}
+
+// The sum of the exponentials of the tokens that come before `end`. None is above 0.
+inline double mass_before(const Candidate& end, const float* row, int64_t size) {
+  Ints token_ids;
+  for (int i = 0; i < LANES; i++) token_ids[i] = i;
+  double mass = 0;
+  constexpr float LOG2_E = 1.44269504f;
+  constexpr int64_t STRETCH = 64 * LANES;  // summed in single precision, which is quicker
+  for (int64_t begin = 0; begin < size; begin += STRETCH) {
+    Floats sum{};
+    for (int64_t i = begin; i < std::min(begin + STRETCH, size); i += LANES, token_ids += LANES) {
+      const Floats lanes = logits_at(row, i, size);
+      const Ints come = (lanes > end.value) | ((lanes == end.value) & (token_ids < int32_t(end.token_id)));
+      if (any(come)) sum += come ? exp2_of_negative(lanes * LOG2_E) : Floats{};
+    }
+    mass += horizontal_sum(sum);
+  }
+  return mass;
 }
 
 // ---- one draw ----------------------------------------------------------------------------------------------------
@@ -211,56 +237,44 @@ inline void adjust(const DrawArguments& a, SamplerScratch& scratch) {
   if (a.has_penalties) penalise(a, scratch);
 }
 
-// (logit - best) / temperature, -inf where min_p cuts off. Returns the sum of the exponentials if it is asked for.
-inline float scale(const float* row, float best, const DrawArguments& a, bool wants_sum, std::vector<float>& scaled) {
+// (logit - best) / temperature, -inf where min_p cuts off.
+inline void scale(const float* row, float best, const DrawArguments& a, std::vector<float>& scaled) {
   scaled.resize(a.vocab_size);
   const float bound = a.min_p > 0 ? std::log(a.min_p) : -INFINITE;
-  Floats sum{};
   for (int64_t i = 0; i < a.vocab_size; i += LANES) {
     Floats lanes = (logits_at(row, i, a.vocab_size) - best) / a.temperature;
     lanes = lanes < bound ? broadcast(-INFINITE) : lanes;
     store_some(scaled.data() + i, lanes, int(std::min<int64_t>(LANES, a.vocab_size - i)));
-    if (wants_sum) sum += exp(lanes);
   }
-  return horizontal_sum(sum);
 }
 
-// Keeps the tokens before which less than `limit` of the mass stands; `weight` gives each one's own.
-template <class Weight>
-bool keep_nucleus(std::vector<Candidate>& candidates, double limit, Weight weight) {
-  double mass = 0;
-  for (size_t i = 0; i < candidates.size(); i++) {
-    if (i > 0 && !(mass < limit)) {
-      candidates.resize(i);
-      return true;
-    }
-    mass += weight(candidates[i]);
-  }
-  return !(mass < limit);
-}
-
-constexpr int64_t NUCLEUS_CANDIDATES = 64;  // top_p mostly keeps fewer; where not, eight times as many are looked at
-
-inline int64_t draw_cut_down(const DrawArguments& a, float sum, int64_t first, SamplerScratch& scratch) {
-  const float* scaled = scratch.scaled.data();
+// Among the k best tokens, of these only the first that hold top_p of their mass.
+inline int64_t draw_by_top_k(const DrawArguments& a, SamplerScratch& scratch) {
   std::vector<Candidate>& candidates = scratch.candidates;
-  if (a.top_k > 0 && a.top_k < a.vocab_size) {
-    best_candidates(scaled, a.vocab_size, a.top_k, scratch.maxima, candidates);
-    const auto weight = [](const Candidate& one) { return std::exp(double(one.value)); };
-    double total = 0;
-    for (const Candidate& one : candidates) total += weight(one);
-    if (a.top_p < 1) keep_nucleus(candidates, double(a.top_p) * total, weight);
-    return draw_among(candidates, a.key);
-  }
+  best_candidates(scratch.scaled.data(), a.vocab_size, a.top_k, scratch.maxima, candidates);
+  const auto weight = [](const Candidate& one) { return std::exp(double(one.value)); };
   if (a.top_p < 1) {
-    const auto weight = [sum](const Candidate& one) { return double(std::exp(one.value) / sum); };
-    for (int64_t k = NUCLEUS_CANDIDATES;; k *= 8) {
-      best_candidates(scaled, a.vocab_size, std::min(k, a.vocab_size), scratch.maxima, candidates);
-      if (keep_nucleus(candidates, a.top_p, weight) || k >= a.vocab_size) break;
-    }
-    return draw_among(candidates, a.key);
+    double total = 0, mass = 0;
+    for (const Candidate& one : candidates) total += weight(one);
+    size_t kept = 0;
+    while (kept < candidates.size() && (kept == 0 || mass < a.top_p * total)) mass += weight(candidates[kept++]);
+    candidates.resize(kept);
   }
-  return draw_from_all(scaled, a.vocab_size, first, a.key);
+  return draw_among(candidates, a.key);
+}
+
+// Among the first tokens that hold top_p of the mass: the nucleus. Its end is not looked for. What is drawn from more
+// tokens and lies in the nucleus is what is drawn from the nucleus; if it lies behind, so does all that comes after it,
+// and the next draw is among those before it. It takes 1 + ln(1 / top_p) draws on the average.
+inline int64_t draw_by_top_p(const DrawArguments& a, const float* scaled, int64_t first) {
+  const double total = mass_before(BEHIND_ALL, scaled, a.vocab_size), limit = double(a.top_p) * total;
+  // All tokens that are lighter than this weigh less, together, than what the nucleus leaves out.
+  const double lightest = 0.999 * (total - limit) / a.vocab_size;
+  Candidate one{float(std::log(lightest)), 0};
+  do {
+    one = draw_before(one, scaled, a.vocab_size, first, a.key);
+  } while (one.token_id != first && !(mass_before(one, scaled, a.vocab_size) < limit));
+  return one.token_id;
 }
 
 struct Drawn {
@@ -277,8 +291,11 @@ inline Drawn draw(const DrawArguments& a, SamplerScratch& scratch) {
   const Candidate best = best_of(row, a.vocab_size);
   if (!std::isfinite(best.value)) return {0, best.value == -INFINITE};
   if (!(a.temperature > 0)) return {best.token_id, false};
-  const float sum = scale(row, best.value, a, a.top_p < 1, scratch.scaled);
-  return {draw_cut_down(a, sum, best.token_id, scratch), false};
+  scale(row, best.value, a, scratch.scaled);
+  const float* scaled = scratch.scaled.data();
+  if (a.top_k > 0 && a.top_k < a.vocab_size) return {draw_by_top_k(a, scratch), false};
+  if (a.top_p < 1) return {draw_by_top_p(a, scaled, best.token_id), false};
+  return {draw_before(BEHIND_ALL, scaled, a.vocab_size, best.token_id, a.key).token_id, false};
 }
 
 // log softmax at one token, and the best k tokens with theirs. NaN where the row is broken.
