@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from api_helpers import serving
 from cli_helpers import CommandLine, build_cli_model
 from engine_doubles import byte_tokenizer
 
+from mini_vllm.benchmark import peer_process
 from mini_vllm.benchmark.compare import bench_compare, compare_table, phases_of
 from mini_vllm.benchmark.options import CompareOptions, WorkloadOptions
 from mini_vllm.benchmark.peer_model import huggingface_directory
-from mini_vllm.benchmark.peers import peers_of
+from mini_vllm.benchmark.peers import model_for, peers_of
 from mini_vllm.benchmark.records import BenchmarkError
 from mini_vllm.config import EngineConfig
 from mini_vllm.errors import InvalidConfigError
@@ -157,6 +161,48 @@ def test_without_peers_those_of_this_python_are_taken() -> None:
 def test_a_model_that_a_peer_cannot_read_is_refused_before_anything_runs(model: Path, peer: str, message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         bench_compare(EngineConfig(model=str(model), **ENGINE), CompareOptions(peer=peer), SMALL)
+
+
+class Llama:
+    """llama-cpp-python's class, as far as the adapter uses it: tokens count up from the prompt's sum, without end."""
+
+    made: ClassVar[list[Llama]] = []
+
+    def __init__(self, model_path: str, **options: Any) -> None:
+        self.model_path, self.options, self.cached = model_path, options, False
+        Llama.made.append(self)
+
+    def reset(self) -> None:
+        self.cached = False
+
+    def generate(self, tokens: list[int], *, temp: float, repeat_penalty: float) -> Iterator[int]:
+        assert (temp, repeat_penalty) == (0.0, 1.0)
+        assert not self.cached, "the prompt before would be found"
+        self.cached = True
+        return itertools.count(sum(tokens))
+
+
+def test_llama_cpp_takes_the_gguf_file_and_answers_one_prompt_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter itself, beside a stand-in for its engine, which takes minutes to build."""
+    files = resolve_model("smollm2-135m-instruct")
+    (peer,) = peers_of(CompareOptions(peer="llama-cpp=python"))
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    monkeypatch.setattr(peer_process.importlib.metadata, "version", lambda name: f"version of {name}")
+    phases = {
+        "mixed": {"prompts": [[1], [2]], "output_lens": [3, 4], "is_batch": True},
+        "prefill": {"prompts": [[5, 6], [7, 8]], "output_lens": [1, 2], "is_batch": False},
+    }
+    sizes = {"threads": 2, "max_model_len": 64, "max_num_seqs": 8, "repeats": 2, "started_at": 0.0}
+    result = peer_process.run(
+        {"engine": peer.kind, "model": model_for(peer, files, "bfloat16"), "phases": phases, **sizes}
+    )
+    assert [llama.model_path for llama in Llama.made] == [str(files.path)]
+    assert Llama.made[0].options == {"n_ctx": 64, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+    assert result["version"] == "version of llama-cpp-python"
+    assert set(result["phases"]) == {"prefill"}
+    prefill = result["phases"]["prefill"]
+    assert (prefill["answers"], prefill["num_output_tokens"]) == ([[11], [15, 16]], [3, 3])
+    assert prefill["is_stable"]
 
 
 # ---- workloads and models --------------------------------------------------------------------------------------------

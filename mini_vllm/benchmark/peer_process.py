@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
@@ -170,8 +171,10 @@ class LlamaCpp(Engine):
         answers = []
         for prompt, length in zip(prompts, output_lens, strict=True):
             self._llama.reset()  # or it would find the beginning of the last prompt in its cache
-            tokens = self._llama.generate(prompt, temp=0.0)
-            answers.append([int(next(tokens)) for _ in range(length)])
+            # Some versions penalise repetition unless they are told not to. Tokens come without end, past that of a
+            # sequence too, so as many are taken as are wanted.
+            tokens = self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0)
+            answers.append([int(token) for token in itertools.islice(tokens, length)])
         return answers
 
 
