@@ -9,19 +9,20 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
-from api_helpers import serving
+from api_helpers import alphabet, serving
 from cli_helpers import CommandLine, build_cli_model
-from engine_doubles import byte_tokenizer
+from engine_doubles import ScriptedModel, byte_tokenizer, make_engine
 
 from mini_vllm.benchmark.http_stream import HttpFailure, Server, get_json
 from mini_vllm.benchmark.load_client import ServedRequest
 from mini_vllm.benchmark.options import ServingOptions, WorkloadOptions
 from mini_vllm.benchmark.records import BenchmarkError
 from mini_vllm.benchmark.serving import arrival_times, bench_serving, serving_figures, serving_table
+from mini_vllm.engine.llm_engine import LLMEngine
 from mini_vllm.errors import InvalidConfigError
 
 SMALL = WorkloadOptions(num_prompts=4, input_len="4-8", output_len="3-6")
@@ -219,9 +220,36 @@ def test_a_failed_request_is_counted_and_its_error_shown() -> None:
     assert (result["num_requests"], result["num_failed"], result["first_error"]) == (4, 3, "status 500: ")
 
 
-def test_a_server_that_is_not_there_is_an_error_that_says_what_to_start() -> None:
-    with pytest.raises(BenchmarkError, match="is a server there"):
-        bench_serving(ServingOptions(url="http://127.0.0.1:9"), SMALL, byte_tokenizer())
+@pytest.mark.parametrize("served_model", [None, "m"])
+def test_a_server_that_is_not_there_is_an_error_that_says_what_to_start(served_model: str | None) -> None:
+    options = ServingOptions(url="http://127.0.0.1:9", served_model=served_model)
+    with pytest.raises(
+        BenchmarkError, match=r"no connection to 127.0.0.1:9 \(.*\); start the server \(mini-vllm serve"
+    ):
+        bench_serving(options, SMALL, byte_tokenizer())
+
+
+@pytest.mark.parametrize("served_model", [None, "m"])
+def test_a_server_that_is_loading_is_an_error_that_says_what_to_wait_for(served_model: str | None) -> None:
+    go_on = Event()
+
+    def load() -> LLMEngine:
+        go_on.wait(30)
+        return make_engine(ScriptedModel(alphabet))
+
+    message = "status 503: the model is still loading; wait until /health answers 200, and try again"
+    with serving(load=load, waits=False) as server:
+        try:
+            with pytest.raises(BenchmarkError, match=message):
+                bench_serving(ServingOptions(url=server.url, served_model=served_model), SMALL, byte_tokenizer())
+        finally:
+            go_on.set()
+
+
+def test_a_server_that_lists_no_model_wants_its_name() -> None:
+    answer = b'HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{"data": []}'
+    with answering(lambda _: answer) as url, pytest.raises(BenchmarkError, match="lists no model; give its name with"):
+        bench_serving(ServingOptions(url=url), SMALL, byte_tokenizer())
 
 
 def test_a_url_may_have_a_path_and_v1_at_its_end() -> None:

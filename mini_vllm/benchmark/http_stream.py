@@ -106,7 +106,10 @@ async def _exchange(server: Server, method: str, path: str, body: bytes) -> Asyn
     try:
         reader, writer = await asyncio.open_connection(server.host, server.port, ssl=server.is_secure or None)
     except OSError as error:
-        raise HttpFailure(f"no connection to {server.host}:{server.port}: {error}") from error
+        raise HttpFailure(
+            f"no connection to {server.host}:{server.port} ({error}); start the server (mini-vllm serve), or correct "
+            "the URL"
+        ) from error
     try:
         connection = h11.Connection(h11.CLIENT)
         headers = {
@@ -128,11 +131,22 @@ async def _exchange(server: Server, method: str, path: str, body: bytes) -> Asyn
             else:
                 error_text += event.data
         if status != 200:
-            raise HttpFailure(f"status {status}: {error_text.decode(errors='replace')[:_LONGEST_ERROR]}")
+            raise HttpFailure(_refusal(status, error_text))
     except (OSError, h11.ProtocolError) as error:
         raise HttpFailure(f"the connection broke: {error}") from error
     finally:
         writer.close()
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """What an error status says: the message, if the body has OpenAI's form, and what may help."""
+    try:
+        text = str(parse_json(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = body.decode(errors="replace")
+    # What a server answers that has not loaded its model yet, or that is ending.
+    remedy = "; wait until /health answers 200, and try again" if status == 503 else ""
+    return f"status {status}: {text[:_LONGEST_ERROR]}{remedy}"
 
 
 async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[h11.Response | h11.Data]:

@@ -71,18 +71,18 @@ async def served_model(server: Server, options: ServingOptions) -> str:
     """The name to ask for: the given one, else the first that the server lists.
 
     Raises:
-        BenchmarkError: it lists none.
+        BenchmarkError: it lists none, or does not answer.
     """
     if options.served_model is not None:
         return options.served_model
     try:
         listed = await get_json(server, "/v1/models")
+    except HttpFailure as failure:
+        raise BenchmarkError(f"{options.url} does not say which model it serves: {failure}") from failure
+    try:
         return str(listed["data"][0]["id"])
-    except (HttpFailure, KeyError, IndexError, TypeError) as error:
-        raise BenchmarkError(
-            f"{options.url}/v1/models names no model ({error}); "
-            "is a server there? Start mini-vllm serve, or give --served-model"
-        ) from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise BenchmarkError(f"{options.url}/v1/models lists no model; give its name with --served-model") from error
 
 
 class LoadClient:
