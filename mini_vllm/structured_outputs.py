@@ -46,7 +46,8 @@ class StructuredOutputsParams:
         grammar: the answer is a sentence of this grammar: EBNF with `::=` and a rule `root` (GBNF, as llama.cpp has
             it), or Lark with a rule `start`.
         json_object: true for any JSON object.
-        origin: the request's field that the form came from, for errors.
+        origin: the request's field that the form came from, for errors; more about it may follow in brackets, as in
+            `tools[3].function.parameters (of 'find')`.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -120,7 +121,7 @@ Form: TypeAlias = StructuredOutputsParams | ToolCallForm
 
 def refuse(reason: str, origin: str = PARAM) -> InvalidRequestError:
     """The error of a form that cannot be had."""
-    return InvalidRequestError(f"{origin}: {reason}", param=origin)
+    return InvalidRequestError(f"{origin}: {reason}", param=origin.partition(" (")[0])
 
 
 def _check_text(name: str, text: Any) -> None:

@@ -212,6 +212,23 @@ def test_bad_tools_are_refused_by_field(served: Served, fields: dict[str, Any], 
     assert response.status_code == 400 and response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ({"parameters": 5}, "tools[1].function.parameters (of 'dig') must be a JSON schema"),
+        ({"parameters": {"type": "array"}}, "tools[1].function.parameters.type (of 'dig') must be object"),
+        ({"parameters": {"x": "y" * 70_000}}, "tools[1].function.parameters (of 'dig'): json has"),
+        ({"description": 5}, "tools[1].function.description (of 'dig') must be a text"),
+        ({"strict": 5}, "tools[1].function.strict (of 'dig') must be true or false"),
+        ({"parameters": {"required": ["a"], "properties": {"a": {"pattern": "(["}}}}, "parameters (of 'dig'): "),
+    ],
+)
+def test_a_bad_tool_is_named(served: Served, function: dict[str, Any], message: str) -> None:
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "dig", **function}}]
+    fields = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, **MUST}
+    assert message in served.post("/v1/chat/completions", fields).json()["error"]["message"]
+
+
 def test_a_schema_with_nan_is_refused_in_words_of_json(served: Served) -> None:
     tool = json.dumps(function_with({"properties": {"a": {"default": math.nan}}}))
     body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{tool}]}}'

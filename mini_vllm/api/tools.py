@@ -204,15 +204,17 @@ def _checked_tool(tool: Any, place: str) -> Tool:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _refuse(f"{place}.function.name", f"must be 1 to 64 of A-Z, a-z, 0-9, _, . and -; got {shown(name)}")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise _refuse(f"{place}.function.parameters", f"must be a JSON schema, an object; got {shown(parameters)}")
+        raise _refuse(
+            f"{place}.function.parameters", f"must be a JSON schema, an object; got {shown(parameters)}", name
+        )
     if not isinstance(function.get("description"), str | None):
-        raise _refuse(f"{place}.function.description", f"must be a text; got {shown(function['description'])}")
+        raise _refuse(f"{place}.function.description", f"must be a text; got {shown(function['description'])}", name)
     if not isinstance(strict, bool | None):
-        raise _refuse(f"{place}.function.strict", f"must be true or false; got {shown(strict)}")
-    return Tool(name, _arguments_form(parameters, place), bool(strict), tool)
+        raise _refuse(f"{place}.function.strict", f"must be true or false; got {shown(strict)}", name)
+    return Tool(name, _arguments_form(parameters, place, name), bool(strict), tool)
 
 
-def _arguments_form(parameters: Mapping[str, Any] | None, place: str) -> StructuredOutputsParams:
+def _arguments_form(parameters: Mapping[str, Any] | None, place: str, name: str) -> StructuredOutputsParams:
     """The form of a function's arguments: an object's, without properties that nobody named.
 
     JSON schema lets an object have any more properties unless it says otherwise. A function takes the arguments that it
@@ -220,12 +222,17 @@ def _arguments_form(parameters: Mapping[str, Any] | None, place: str) -> Structu
     """
     schema = dict(parameters or {})
     if schema.setdefault("type", "object") != "object":
-        raise _refuse(f"{place}.function.parameters.type", f"must be object; got {shown(schema['type'])}")
+        raise _refuse(f"{place}.function.parameters.type", f"must be object; got {shown(schema['type'])}", name)
     if not any(word in schema for word in _OWN_TYPES):
         schema.setdefault("properties", {})
         schema["additionalProperties"] = False
-    return StructuredOutputsParams(json=schema, origin=f"{place}.function.parameters")
+    return StructuredOutputsParams(json=schema, origin=f"{place}.function.parameters {_of(name)}")
 
 
-def _refuse(place: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{place} {reason}", param=place)
+def _refuse(place: str, reason: str, name: str | None = None) -> InvalidRequestError:
+    """The error of a tool, with its name if it has one: who sends a hundred does not know them by their numbers."""
+    return InvalidRequestError(f"{place} {reason}" if name is None else f"{place} {_of(name)} {reason}", param=place)
+
+
+def _of(name: str) -> str:
+    return f"(of {name!r})"
