@@ -30,6 +30,7 @@ STEPS = {
     "one token of a long sequence": [(1, 130)],
     "a batch of decodes": [(1, length) for length in (1, 16, 17, 63, 64, 65, 129, 200, 3, 90, 40, 41, 5, 150)],
     "more rows than one block takes": [(1, 20 + i) for i in range(64)],
+    "decodes and short chunks, enough for two halves": [(1 if i % 3 else 5, 30 + i) for i in range(80)],
     "prefills, chunks and decodes": [(70, 70), (1, 50), (17, 117), (1, 1), (3, 64), (33, 33), (16, 200)],
     "so many rows that threads share them": [(200, 200), (1, 9), (190, 195), (150, 240)],
 }
@@ -145,6 +146,20 @@ def test_every_step_has_the_bits_of_the_pieces(dtype: torch.dtype, step: str, nu
 def test_blocks_of_any_size_do(block_size: int, num_threads: int) -> None:
     for step in STEPS:
         assert_same(torch.bfloat16, "wide", step, block_size)
+
+
+def test_what_one_thread_leaves_to_another_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than cores and many layers: some thread is always late, and the others take over what it has."""
+    layers = {"num_layers": 24, "sliding_windows": (None,) * 24, "ropes": TINY_CONFIG.ropes[:1] * 24}
+    monkeypatch.setitem(SHAPES, "deep", layers)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for step in ("more rows than one block takes", "decodes and short chunks, enough for two halves"):
+            for _ in range(3):
+                assert_same(torch.bfloat16, "deep", step, 16)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_layers_that_differ_are_not_joined() -> None:

@@ -14,7 +14,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 namespace mini_vllm {
 
@@ -28,13 +27,17 @@ struct Range {
   Range(const void* from, int64_t bytes) : at(static_cast<const char*>(from)), end(at + bytes) {}
 };
 
-// Keys and values of one layer: stretches at these distances from the beginning of both caches.
+// Keys and values of one layer: stretches at these distances from the beginning of both caches. What is wanted soonest
+// comes first if it will fit into the second-level cache. If not, it comes last (`backwards`): what a cache cannot hold is
+// then what is wanted last.
 struct CacheAhead {
-  const std::vector<int64_t>* offsets = nullptr;
+  const int64_t* offsets = nullptr;
+  int64_t count = 0;
   const char *keys = nullptr, *values = nullptr;
+  bool backwards = false;
 
-  size_t size() const { return offsets ? 2 * offsets->size() : 0; }
-  const char* at(size_t i) const { return (i % 2 ? values : keys) + (*offsets)[i / 2]; }
+  int64_t stretches() const { return 2 * count; }
+  const char* at(int64_t i) const { return (i % 2 ? values : keys) + offsets[backwards ? count - 1 - i / 2 : i / 2]; }
 };
 
 // What one thread asks for.
@@ -53,7 +56,7 @@ class Ahead {
         range.at += STRETCH;
         return last_;
       }
-    if (next_ < cache_.size()) last_ = cache_.at(next_++);
+    if (next_ < cache_.stretches()) last_ = cache_.at(next_++);
     return last_;
   }
   // What the second line of a step is taken from.
@@ -62,7 +65,7 @@ class Ahead {
  private:
   Range ranges_[2];
   CacheAhead cache_;
-  size_t next_ = 0;
+  int64_t next_ = 0;
   bool two_lines_ = false;
   const char* last_;
 };

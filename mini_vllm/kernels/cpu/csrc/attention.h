@@ -114,25 +114,27 @@ struct Tile {
 };
 
 template <class Element>
-Tile<Element> find_tile(const AttentionArguments<Element>& a, const AttentionTask& task, int64_t start, int64_t end,
+Tile<Element> find_tile(const AttentionArguments<Element>& a, int64_t sequence, int64_t head, int64_t start, int64_t end,
                         AttentionScratch<Element>& scratch) {
   Tile<Element> tile{start, std::min<int64_t>(TILE, end - start), {}, {}};
   const BlockLayout<Element> together{LANES, a.layout.width};
-  const int32_t* table = a.block_tables + task.sequence * a.table_width;
+  const int32_t* table = a.block_tables + sequence * a.table_width;
+  int64_t block = start / a.layout.block_size, offset = start % a.layout.block_size;
   for (int64_t part = 0; part < TILE / LANES; part++) {
     const int64_t first = start + part * LANES;
     if (first >= end) {  // never looked at, but it must be readable
       tile.keys[part] = tile.keys[0];
       tile.values[part] = tile.values[0];
     } else if (a.layout.block_size >= LANES) {
-      const int64_t block = table[first / a.layout.block_size], offset = first % a.layout.block_size;
-      tile.keys[part] = a.head_of(a.key_cache, block, task.kv_head) + offset * a.layout.width;
-      tile.values[part] = a.head_of(a.value_cache, block, task.kv_head) + offset * a.layout.width;
+      tile.keys[part] = a.head_of(a.key_cache, table[block], head) + offset * a.layout.width;
+      tile.values[part] = a.head_of(a.value_cache, table[block], head) + offset * a.layout.width;
+      offset += LANES;
+      if (offset == a.layout.block_size) block++, offset = 0;
     } else {
       Element *keys = scratch.keys.data() + part * together.size(), *values = scratch.values.data() + part * together.size();
       for (int64_t i = 0; i < std::min<int64_t>(LANES, end - first); i++) {
         const int64_t block = table[(first + i) / a.layout.block_size], offset = (first + i) % a.layout.block_size;
-        const Element *k = a.head_of(a.key_cache, block, task.kv_head), *v = a.head_of(a.value_cache, block, task.kv_head);
+        const Element *k = a.head_of(a.key_cache, block, head), *v = a.head_of(a.value_cache, block, head);
         for (int64_t d = 0; d < a.layout.width; d++) {
           keys[together.key(i, d)] = k[a.layout.key(offset, d)];
           values[together.value(i, d)] = v[a.layout.value(offset, d)];
@@ -157,7 +159,7 @@ void multiply_keys(const Element* queries, const Tile<Element>& tile, const Tile
   for (int64_t d = 0; d < width; d += S::WIDTH) {
     const typename S::Packed keys[4] = {S::load_packed(k0), S::load_packed(k1), S::load_packed(k2), S::load_packed(k3)};
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) __builtin_prefetch(next.keys[j] + d * LANES, 0, 3);
+    for (int j = 0; j < 4; j++) __builtin_prefetch(next.keys[j] + d * LANES, 0, 2);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
       const auto spread = S::spread(queries + r * S::WIDTH);
@@ -189,7 +191,7 @@ void multiply_values(const Element* probabilities, const Tile<Element>& tile, co
     typename S::Packed values[VECTORS];
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++)
-      __builtin_prefetch(next.values[key / LANES] + place + j * LANES * S::WIDTH, 0, 3);
+      __builtin_prefetch(next.values[key / LANES] + place + j * LANES * S::WIDTH, 0, 2);
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) values[j] = S::load_packed(from + j * LANES * S::WIDTH);
     if (S::WIDTH == 2 && key + 1 == tile.count)  // the second key of the pair does not exist: 0 * NaN would be NaN
@@ -304,62 +306,88 @@ std::pair<int64_t, int64_t> keys_of(const AttentionArguments<Element>& a, const 
   return {oldest / TILE * TILE, task.keys};
 }
 
-// One task, from queries to outputs. `next_task` is what this thread does afterwards, or null.
+// The rows of a task: for each of its key heads in turn, every query of every query head that shares it. They are computed
+// in groups of up to six, as even as can be, and a group has one key head.
 template <class Element>
-void attend(const AttentionArguments<Element>& a, const AttentionTask& task, const AttentionTask* next_task,
-            AttentionScratch<Element>& scratch) {
-  constexpr int WIDTH = Step<Element>::WIDTH;
-  const int64_t width = a.layout.width, group = a.group(), rows = task.tokens * group;
-  const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
-  const auto group_start = [&](int64_t index) { return rows * index / groups; };
-  const auto query_of = [&](int64_t row) { return task.first_token + row / group; };
-  const auto head_of = [&](int64_t row) { return task.kv_head * group + row % group; };
-  const auto [first_key, end] = keys_of(a, task);
+struct TaskRows {
+  const AttentionArguments<Element>& a;
+  const AttentionTask& task;
 
-  scratch.queries.assign(rows * width, Element(0));
-  scratch.outputs.assign(rows * width, 0.0f);
+  int64_t of_head() const { return task.tokens * a.group(); }
+  int64_t all() const { return task.heads * of_head(); }
+  int64_t groups() const { return (of_head() + GROUP_ROWS - 1) / GROUP_ROWS; }                        // of one head
+  int64_t group_start(int64_t head, int64_t index) const { return (head * groups() + index) * of_head() / groups(); }
+  int64_t token(int64_t row) const { return task.first_token + row % of_head() / a.group(); }
+  int64_t query_head(int64_t row) const { return (task.first_head + row / of_head()) * a.group() + row % a.group(); }
+};
+
+// Makes room, and lays the queries down as `multiply_keys` reads them.
+template <class Element>
+void begin_task(const AttentionArguments<Element>& a, const TaskRows<Element>& rows, AttentionScratch<Element>& scratch) {
+  constexpr int WIDTH = Step<Element>::WIDTH;
+  const int64_t width = a.layout.width, all = rows.all();
+  scratch.queries.assign(all * width, Element(0));
+  scratch.outputs.assign(all * width, 0.0f);
   scratch.probabilities.resize(GROUP_ROWS * TILE);
-  scratch.maxima.assign(rows, -INFINITE);
-  scratch.sums.assign(rows, Floats{});
-  scratch.factors.resize(rows);
-  scratch.positions.resize(rows);
+  scratch.maxima.assign(all, -INFINITE);
+  scratch.sums.assign(all, Floats{});
+  scratch.factors.resize(all);
+  scratch.positions.resize(all);
   if (a.layout.block_size < LANES) {
     scratch.keys.resize(TILE * width);
     scratch.values.resize(TILE * width);
   }
-  if (task.writes)
-    for (int64_t token = task.first_token; token < task.first_token + task.tokens; token++) write_token(a, token, task.kv_head);
-  for (int64_t index = 0; index < groups; index++) {
-    const int64_t begin = group_start(index), count = group_start(index + 1) - begin;
+  for (int64_t index = 0; index < rows.task.heads * rows.groups(); index++) {
+    const int64_t begin = rows.group_start(0, index), count = rows.group_start(0, index + 1) - begin;
     for (int64_t row = begin; row < begin + count; row++) {
-      scratch.positions[row] = end - task.tokens + row / group;
-      const Element* query = a.query + query_of(row) * a.query_stride + head_of(row) * a.head_dim;
+      scratch.positions[row] = rows.task.keys - rows.task.tokens + rows.token(row) - rows.task.first_token;
+      const Element* query = a.query + rows.token(row) * a.query_stride + rows.query_head(row) * a.head_dim;
       Element* to = scratch.queries.data() + begin * width + (row - begin) * WIDTH;
       for (int64_t d = 0; d < a.head_dim; d += WIDTH)
         std::memcpy(to + d * count, query + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
     }
   }
-  Tile<Element> tile = find_tile(a, task, first_key, end, scratch);
-  for (int64_t start = first_key; start < end; start += TILE) {
-    // Short blocks are copied together in one place, so their next tile cannot be looked at before this one is done.
-    Tile<Element> next = tile;
-    const bool is_last = start + TILE >= end, looks_ahead = a.layout.block_size >= LANES;
-    if (looks_ahead && !is_last) {
-      next = find_tile(a, task, start + TILE, end, scratch);
-    } else if (looks_ahead && next_task) {
-      const auto [next_start, next_end] = keys_of(a, *next_task);
-      next = find_tile(a, *next_task, next_start, next_end, scratch);
+}
+
+// One task, from queries to outputs. `next_task` is what this thread does afterwards, or null.
+template <class Element>
+void attend(const AttentionArguments<Element>& a, const AttentionTask& task, const AttentionTask* next_task,
+            AttentionScratch<Element>& scratch) {
+  const TaskRows<Element> rows{a, task};
+  const auto [first_key, end] = keys_of(a, task);
+  begin_task(a, rows, scratch);
+  if (task.writes)
+    for (int64_t token = task.first_token; token < task.first_token + task.tokens; token++)
+      for (int64_t head = 0; head < task.heads; head++) write_token(a, token, task.first_head + head);
+  const auto tile_of = [&](int64_t head, int64_t start) {
+    return find_tile(a, task.sequence, task.first_head + head, start, end, scratch);
+  };
+  // Short blocks are copied together in one place, so their next tile cannot be looked at before this one is done.
+  const bool looks_ahead = a.layout.block_size >= LANES;
+  Tile<Element> tile = tile_of(0, first_key);
+  for (int64_t start = first_key; start < end; start += TILE)
+    for (int64_t head = 0; head < task.heads; head++) {
+      const bool is_last_head = head + 1 == task.heads, is_last = is_last_head && start + TILE >= end;
+      const auto find_next = [&] { return is_last_head ? tile_of(0, start + TILE) : tile_of(head + 1, start); };
+      Tile<Element> next = tile;
+      if (looks_ahead && !is_last) {
+        next = find_next();
+      } else if (looks_ahead && next_task) {
+        const auto [next_start, next_end] = keys_of(a, *next_task);
+        next = find_tile(a, next_task->sequence, next_task->first_head, next_start, next_end, scratch);
+      }
+      for (int64_t index = 0; index < rows.groups(); index++) {  // one group asks for the next tile, the others find it
+        const int64_t row = rows.group_start(head, index);
+        attend_rows(int(rows.group_start(head, index + 1) - row), a, tile, index == 0 ? next : tile, row, scratch);
+      }
+      tile = looks_ahead || is_last ? next : find_next();
     }
-    for (int64_t index = 0; index < groups; index++)  // one group asks for the next tile, the others find it asked for
-      attend_rows(int(group_start(index + 1) - group_start(index)), a, tile, index == 0 ? next : tile, group_start(index),
-                  scratch);
-    tile = looks_ahead || is_last ? next : find_tile(a, task, start + TILE, end, scratch);
-  }
-  for (int64_t row = 0; row < rows; row++) {
-    Element* to = a.output + (query_of(row) * a.num_heads + head_of(row)) * a.head_dim;
+  for (int64_t row = 0; row < rows.all(); row++) {
+    Element* to = a.output + (rows.token(row) * a.num_heads + rows.query_head(row)) * a.head_dim;
     const float factor = 1.0f / horizontal_sum(scratch.sums[row]);
     for (int64_t d = 0; d < a.head_dim; d += LANES)
-      store_some(to + d, load(scratch.outputs.data() + row * width + d) * factor, int(std::min<int64_t>(LANES, a.head_dim - d)));
+      store_some(to + d, load(scratch.outputs.data() + row * a.layout.width + d) * factor,
+                 int(std::min<int64_t>(LANES, a.head_dim - d)));
   }
 }
 

@@ -8,10 +8,12 @@
 namespace mini_vllm {
 
 constexpr int TASK_ROWS = 48;  // rows that share one pass over the keys
+constexpr int MANY_SEQUENCES = 4;  // for each thread: so many can be shared out evenly without cutting them by heads
 
-// Rows of one task: queries [first_token, first_token + tokens) of a sequence, times the heads of one group.
+// Queries [first_token, first_token + tokens) of a sequence, and the key heads [first_head, first_head + heads) with all the
+// query heads that share them.
 struct AttentionTask {
-  int64_t sequence, kv_head, first_token, tokens;
+  int64_t sequence, first_head, heads, first_token, tokens;
   int64_t keys;  // that its last query sees
   // It writes the keys and values of its tokens: they are all that the sequence has in this step, and the block manager
   // never lets a sequence read a block that another one writes in the same step.
@@ -32,18 +34,23 @@ struct AttentionPlan {
                 int64_t group, int64_t threads)
       : queues(threads) {
     const int64_t task_tokens = std::max<int64_t>(1, TASK_ROWS / group);
+    // A block's heads lie side by side, and memory gives long stretches faster. So few tokens see them all at once, if there
+    // are tasks enough for all threads.
+    const bool has_many = threads == 1 || sequences >= MANY_SEQUENCES * threads;
     std::vector<AttentionTask> tasks;
     for (int64_t sequence = 0; sequence < sequences; sequence++) {
       const int64_t begin = query_starts[sequence], end = query_starts[sequence + 1];
       const bool writes = end - begin <= task_tokens;
       for (int64_t last = end; last > begin; last -= task_tokens) {
         const int64_t first = std::max(begin, last - task_tokens), keys = context_lens[sequence] - (end - last);
-        for (int64_t head = 0; head < num_kv_heads; head++)
-          tasks.push_back({sequence, head, first, last - first, keys, writes, last == end});
+        const bool is_small = has_many && (last - first) * group * num_kv_heads <= TASK_ROWS;
+        const int64_t heads = is_small ? num_kv_heads : 1;
+        for (int64_t head = 0; head < num_kv_heads; head += heads)
+          tasks.push_back({sequence, head, heads, first, last - first, keys, writes, last == end});
       }
       for (int64_t token = begin; token < end && !writes; token++) early_tokens.push_back(token);
     }
-    const auto cost = [](const AttentionTask& task) { return task.keys * task.tokens; };
+    const auto cost = [](const AttentionTask& task) { return task.keys * task.tokens * task.heads; };
     std::stable_sort(tasks.begin(), tasks.end(), [&](const auto& one, const auto& other) { return cost(one) > cost(other); });
     std::vector<int64_t> costs(threads);
     for (const AttentionTask& task : tasks) {

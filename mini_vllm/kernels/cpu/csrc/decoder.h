@@ -1,10 +1,11 @@
-// A run of decoder layers in the way of Llama, start to end in one call.
+// Decoder layers in the way of Llama, for a group of sequences of a step.
 //
 //   hidden -> norm -> qkv -> rotary -> attention -> output + hidden -> norm -> gate, up -> SiLU * -> down + -> hidden
 //
 // A step of one token is some three hundred of these pieces, and calling each from Python takes longer than what most of
 // them do. Together they also know what comes next, and ask the memory for it (ahead.h); a norm lays its rows down as the
-// product reads them, and gate and up meet before either is written.
+// product reads them, and gate and up meet before either is written. Which groups there are, and who computes them, is
+// decided in share_out.h.
 //
 // Exactness: every piece rounds where it would round if it were called by itself, so the bits are the same. (A residual is
 // added before the product is rounded, as `linear` does.)
@@ -24,37 +25,45 @@ struct DecoderLayer {
   int64_t window;
 
   int64_t weights() const { return qkv.inputs * qkv.outputs + output.inputs * output.outputs + 3 * down.inputs * down.outputs; }
+  int64_t bytes() const { return qkv.bytes() + output.bytes() + gate_up.bytes() + down.bytes(); }
+};
+
+// Where intermediate results lie; the same memory in every layer.
+template <class Element>
+struct DecoderMemory {
+  Element *hidden, *middle;       // [tokens, hidden]
+  Element *qkv, *attended;        // [tokens, heads of all kinds * head_dim], [tokens, num_heads * head_dim]
+  Element *rows, *inner;          // packed: the input of the next product, and of the last one
+};
+
+// A step of some layers: what all groups of sequences share.
+template <class Element>
+struct DecoderStep {
+  std::vector<DecoderLayer<Element>> layers;
+  DecoderMemory<Element> memory;
+  AttentionArguments<Element> attention;  // of all tokens; caches and window are the layer's
+  const int32_t *query_starts, *context_lens;
+  int64_t sequences;
+  const Element *cos, *sin;               // [tokens, head_dim / 2]
+
+  int64_t hidden_width() const { return layers[0].qkv.inputs; }
+  int64_t attended_width() const { return attention.num_heads * attention.head_dim; }
+  int64_t tokens_of(int64_t first, int64_t last) const { return query_starts[last] - query_starts[first]; }
+  // The largest window of a layer; 0: some layer sees all keys.
+  int64_t widest_window() const {
+    int64_t widest = 0;
+    for (const auto& layer : layers) {
+      if (layer.window == 0) return 0;
+      widest = std::max(widest, layer.window);
+    }
+    return widest;
+  }
 };
 
 // Sequences [first, last) of a step.
 struct Part {
   int64_t first, last;
 };
-
-constexpr int64_t MIN_PART_ROWS = 16;  // below so many a thread would wait for the weights
-
-// A step cut into one part a thread, alike in cost within an eighth; where that cannot be, one part for all threads. A
-// thread that has sequences of its own waits for nobody and shares no line of a cache, but it reads all weights by itself,
-// so it needs enough rows to be busy meanwhile. It rests on the block manager's rule that no sequence reads a block which
-// another one writes in the same step. A token costs `token_cost` plus the keys that it sees.
-inline std::vector<Part> parts_of(const int32_t* query_starts, const int32_t* context_lens, int64_t sequences,
-                                  int64_t token_cost, int64_t threads) {
-  const std::vector<Part> whole{{0, sequences}};
-  if (threads == 1 || query_starts[sequences] < threads * MIN_PART_ROWS) return whole;
-  std::vector<int64_t> costs{0};
-  for (int64_t i = 0; i < sequences; i++)
-    costs.push_back(costs.back() + (query_starts[i + 1] - query_starts[i]) * (token_cost + context_lens[i]));
-  std::vector<Part> parts;
-  for (int64_t i = 0, first = 0; i < threads; i++) {
-    const int64_t wanted = costs.back() * (i + 1) / threads;
-    int64_t last = std::lower_bound(costs.begin(), costs.end(), wanted) - costs.begin();
-    if (last > first + 1 && wanted - costs[last - 1] < costs[last] - wanted) last--;
-    if (last <= first || (costs[last] - costs[first]) * threads > costs.back() + costs.back() / 8) return whole;
-    parts.push_back({first, last});
-    first = last;
-  }
-  return parts;
-}
 
 // silu(gate) * up, laid down as the next product reads it. Panels come in pairs: one of gates, one of ups.
 template <class Element>
@@ -84,63 +93,112 @@ struct StoreGated {
   }
 };
 
-// Where intermediate results lie; the same memory in every layer.
-template <class Element>
-struct DecoderMemory {
-  Element *hidden, *middle;       // [tokens, hidden]
-  Element *qkv, *attended;        // [tokens, heads of all kinds * head_dim], [tokens, num_heads * head_dim]
-  Element *rows, *inner;          // packed: the input of the next product, and of the last one
-};
+// For each of a thread's tasks, where its keys lie in a layer's cache, in stretches; nothing of blocks behind the window.
+struct TaskKeys {
+  std::vector<int64_t> offsets;    // bytes from the beginning of the cache
+  std::vector<int64_t> starts{0};  // task i has offsets [starts[i], starts[i + 1])
 
-// For each thread, where the keys of its tasks lie in a layer's cache, nothing of blocks behind the window. What is used
-// first is asked for last: if the cache cannot hold all of it, what goes is what was wanted last.
-template <class Element>
-std::vector<std::vector<int64_t>> cache_offsets(const AttentionArguments<Element>& a, const AttentionPlan& plan, int64_t window) {
-  const int64_t block_size = a.layout.block_size, bytes = a.layout.size() * int64_t(sizeof(Element));  // of one head
-  std::vector<std::vector<int64_t>> offsets(plan.queues.size());
-  for (size_t thread = 0; thread < offsets.size(); thread++) {
-    for (const AttentionTask& task : plan.queues[thread]) {
-      if (!task.is_last) continue;
+  template <class Element>
+  TaskKeys(const AttentionArguments<Element>& a, const std::vector<AttentionTask>& tasks, int64_t window) {
+    const int64_t block_size = a.layout.block_size, bytes = a.layout.size() * int64_t(sizeof(Element));  // of one head
+    for (const AttentionTask& task : tasks) {
       const int32_t* table = a.block_tables + task.sequence * a.table_width;
       const int64_t oldest = window > 0 ? std::max<int64_t>(0, task.keys - window) : 0;
-      for (int64_t block = oldest / block_size; block * block_size < task.keys; block++)
-        for (int64_t byte = 0; byte < bytes; byte += STRETCH)
-          offsets[thread].push_back((table[block] * a.num_kv_heads + task.kv_head) * bytes + byte);
+      if (task.is_last)
+        for (int64_t block = oldest / block_size; block * block_size < task.keys; block++)
+          for (int64_t byte = 0; byte < task.heads * bytes; byte += STRETCH)
+            offsets.push_back((table[block] * a.num_kv_heads + task.first_head) * bytes + byte);
+      starts.push_back(int64_t(offsets.size()));
     }
-    std::reverse(offsets[thread].begin(), offsets[thread].end());
   }
-  return offsets;
-}
+  CacheAhead ahead(const void* keys, const void* values, int64_t first, int64_t last, bool backwards) const {
+    return {offsets.data() + starts[first], starts[last] - starts[first], static_cast<const char*>(keys),
+            static_cast<const char*>(values), backwards};
+  }
+};
 
+// A group of sequences on its way through the layers, computed by some threads together or by one.
 template <class Element>
-class Decoder {
+class Group {
  public:
-  Decoder(DecoderMemory<Element> memory, int64_t tokens, AttentionArguments<Element> attention, const AttentionPlan& plan,
-          const Element* cos, const Element* sin, const std::vector<std::vector<int64_t>>& cache_offsets)
-      : m_(memory), tokens_(tokens), a_(attention), plan_(plan), cos_(cos), sin_(sin), cache_offsets_(cache_offsets),
-        ahead_(plan.queues.size(), Ahead(memory.hidden)) {}
+  Group(const DecoderStep<Element>& step, Part part, int64_t threads)
+      : first_(step.query_starts[part.first]), tokens_(step.tokens_of(part.first, part.last)), m_(memory_of(step)),
+        a_(attention_of(step, part)), plan_(plan_of(step, part, threads)), cos_(step.cos + first_ * a_.head_dim / 2),
+        sin_(step.sin + first_ * a_.head_dim / 2), ahead_(threads, Ahead(m_.hidden)) {
+    for (const auto& queue : plan_.queues) keys_.emplace_back(a_, queue, step.widest_window());
+  }
 
-  // `next` is the layer that follows, or null.
-  void run(const DecoderLayer<Element>& layer, const DecoderLayer<Element>* next) {
-    const int64_t width = layer.qkv.inputs;
+  // Norm, product and rotary embedding. `after`: the matrix that these threads multiply by next.
+  void before_attention(const DecoderLayer<Element>& layer, After<Element> after, Between* between = nullptr) {
+    const int64_t width = layer.qkv.inputs, half = a_.head_dim / 2, turned = a_.num_heads + a_.num_kv_heads;
     normalize(m_.hidden, layer.input_norm, layer.eps, width);
     multiply_together(packed(width), layer.qkv, StoreRows<Element, Element>{layer.qkv.bias, nullptr, m_.qkv, layer.qkv.outputs},
-                      ahead_, {&layer.output});
-    attend(layer);
-    look_ahead(next);
-    const int64_t attended = layer.output.inputs;
-    const PackedRows<Element> rows = packed(attended);
-    for_each_row(tokens_, attended, [&](int64_t row) { rows.put(row, m_.attended + row * attended); });
-    multiply_together(rows, layer.output, StoreRows<Element, Element>{layer.output.bias, m_.hidden, m_.middle, width}, ahead_,
-                      {&layer.gate_up, 2});
-    normalize(m_.middle, layer.post_attention_norm, layer.eps, width);
-    const PackedRows<Element> inner{m_.inner, tokens_, layer.down.inputs};
-    multiply_together(packed(width), layer.gate_up, StoreGated<Element>{layer.gate_up.bias, inner}, ahead_, {&layer.down});
-    multiply_together(inner, layer.down, StoreRows<Element, Element>{layer.down.bias, m_.middle, m_.hidden, width}, ahead_,
-                      {next ? &next->qkv : nullptr});
+                      ahead_, after, between);
+    for_each_row(tokens_, turned * a_.head_dim, [&](int64_t token) {
+      for (int64_t head = 0; head < turned; head++)
+        rotate_head(m_.qkv + token * a_.query_stride + head * a_.head_dim, cos_ + token * half, sin_ + token * half, half);
+    });
+    a_.key_cache = layer.keys, a_.value_cache = layer.values, a_.window = layer.window;
   }
 
+  // Attention of the layer that `before_attention` was called with last.
+  void attend() { attend_together(a_, plan_); }
+
+  // Everything behind attention.
+  void after_attention(const DecoderLayer<Element>& layer, After<Element> after, Between* between = nullptr) {
+    const int64_t attended = layer.output.inputs, width = layer.qkv.inputs;
+    const PackedRows<Element> rows = packed(attended), inner{m_.inner, tokens_, layer.down.inputs};
+    for_each_row(tokens_, attended, [&](int64_t row) { rows.put(row, m_.attended + row * attended); });
+    multiply_together(rows, layer.output, StoreRows<Element, Element>{layer.output.bias, m_.hidden, m_.middle, width}, ahead_,
+                      {&layer.gate_up, 2}, between);
+    normalize(m_.middle, layer.post_attention_norm, layer.eps, width);
+    multiply_together(packed(width), layer.gate_up, StoreGated<Element>{layer.gate_up.bias, inner}, ahead_, {&layer.down},
+                      between);
+    multiply_together(inner, layer.down, StoreRows<Element, Element>{layer.down.bias, m_.middle, m_.hidden, width}, ahead_,
+                      after, between);
+  }
+
+  // Has the next products ask for the keys of layer `next`; of the last layer's nothing more, its attention is over.
+  void look_ahead(const DecoderLayer<Element>& next) {
+    // A block of rows takes a line of weights in each step and there are two, so half the blocks are busy with weights.
+    const int64_t threads = int64_t(ahead_.size()), blocks = packed(1).blocks();
+    for (int64_t thread = 0; thread < threads; thread++) {
+      const CacheAhead cache = keys_[thread].ahead(next.keys, next.values, 0, int64_t(plan_.queues[thread].size()), true);
+      const int64_t wanted = next.bytes() + threads * cache.stretches() * STRETCH;
+      ahead_[thread].cache(cache, blocks > 1 && wanted > next.bytes() * blocks / 2);
+    }
+  }
+
+  int64_t tokens() const { return tokens_; }
+  // For a group that one thread computes: its tasks, where their keys lie, and what the thread asks the memory for.
+  const AttentionArguments<Element>& attention() const { return a_; }
+  const std::vector<AttentionTask>& tasks() const { return plan_.queues[0]; }
+  const TaskKeys& keys() const { return keys_[0]; }
+  Ahead& ahead() { return ahead_[0]; }
+
  private:
+  DecoderMemory<Element> memory_of(const DecoderStep<Element>& step) const {
+    const DecoderMemory<Element>& m = step.memory;
+    const int64_t width = step.hidden_width(), attended = step.attended_width();
+    return {m.hidden + first_ * width, m.middle + first_ * width, m.qkv + first_ * step.attention.query_stride,
+            m.attended + first_ * attended, m.rows + first_ * std::max(width, attended),
+            m.inner + first_ * step.layers[0].down.inputs};
+  }
+
+  AttentionArguments<Element> attention_of(const DecoderStep<Element>& step, Part part) const {
+    AttentionArguments<Element> a = step.attention;
+    a.query += first_ * a.query_stride, a.key += first_ * a.key_stride, a.value += first_ * a.value_stride;
+    a.block_tables += part.first * a.table_width, a.slot_mapping += first_, a.output += first_ * step.attended_width();
+    return a;
+  }
+
+  AttentionPlan plan_of(const DecoderStep<Element>& step, Part part, int64_t threads) const {
+    std::vector<int32_t> starts;
+    for (int64_t i = part.first; i <= part.last; i++) starts.push_back(step.query_starts[i] - int32_t(first_));
+    return AttentionPlan(starts.data(), step.context_lens + part.first, part.last - part.first, step.attention.num_kv_heads,
+                         step.attention.group(), threads);
+  }
+
   PackedRows<Element> packed(int64_t inputs) const { return {m_.rows, tokens_, inputs}; }
 
   void normalize(const Element* x, const Element* weight, float eps, int64_t width) {
@@ -152,37 +210,13 @@ class Decoder {
     });
   }
 
-  void attend(const DecoderLayer<Element>& layer) {
-    const int64_t half = a_.head_dim / 2, turned = a_.num_heads + a_.num_kv_heads;
-    for_each_row(tokens_, turned * a_.head_dim, [&](int64_t token) {
-      for (int64_t head = 0; head < turned; head++)
-        rotate_head(m_.qkv + token * a_.query_stride + head * a_.head_dim, cos_ + token * half, sin_ + token * half, half);
-    });
-    a_.key_cache = layer.keys, a_.value_cache = layer.values, a_.window = layer.window;
-    attend_together(a_, plan_);
-  }
-
-  // What is left of the last layer's list is let go: its attention is over.
-  void look_ahead(const DecoderLayer<Element>* next) {
-    if (!next) return;
-    const int64_t weights = next->qkv.bytes() + next->output.bytes() + next->gate_up.bytes() + next->down.bytes();
-    // A block of rows takes a line of weights in each step and there are two, so half the blocks are busy with weights.
-    const int64_t threads = int64_t(ahead_.size()), blocks = packed(1).blocks();
-    for (int64_t thread = 0; thread < threads; thread++) {
-      const CacheAhead cache{&cache_offsets_[thread], reinterpret_cast<const char*>(next->keys),
-                             reinterpret_cast<const char*>(next->values)};
-      const int64_t wanted = weights + threads * int64_t(cache.size()) * STRETCH;
-      ahead_[thread].cache(cache, blocks > 1 && wanted > weights * blocks / 2);
-    }
-  }
-
+  int64_t first_, tokens_;  // of the step's tokens
   DecoderMemory<Element> m_;
-  int64_t tokens_;
   AttentionArguments<Element> a_;
-  const AttentionPlan& plan_;
+  AttentionPlan plan_;
   const Element *cos_, *sin_;
-  const std::vector<std::vector<int64_t>>& cache_offsets_;  // see above
-  std::vector<Ahead> ahead_;
+  std::vector<TaskKeys> keys_;  // one a thread
+  std::vector<Ahead> ahead_;    // one a thread
 };
 
 }  // namespace mini_vllm

@@ -19,9 +19,8 @@ void rms_norm_row(const Element* x, const Element* weight, float eps, int64_t wi
   const float factor = 1.0f / std::sqrt(horizontal_sum(squares) / float(width) + eps);
   for (int64_t i = 0; i < width; i += LANES) {
     const int count = int(std::min<int64_t>(LANES, width - i));
-    Element rounded[LANES];
-    store(rounded, load_some(x + i, count) * factor);
-    store_some(y + i, load(rounded) * load_some(weight + i, count), count);
+    const Floats rounded = rounded_to<Element>(load_some(x + i, count) * factor);
+    store_some(y + i, rounded * load_some(weight + i, count), count);
   }
 }
 
@@ -37,8 +36,8 @@ void rotate_head(Element* x, const Element* cos, const Element* sin, int64_t hal
   }
 }
 
-// silu(gate) * up, with silu(g) = g / (1 + exp(-g)).
-inline Floats gated(Floats gate, Floats up) { return gate / (1.0f + exp(-gate)) * up; }
+// silu(gate) * up, with silu(g) = g sigmoid(g).
+inline Floats gated(Floats gate, Floats up) { return gate * sigmoid(gate) * up; }
 
 // [gate | up] -> silu(gate) * up.
 template <class Element>
@@ -53,8 +52,6 @@ void silu_and_mul_row(const Element* gate_up, int64_t width, Element* y) {
 // Activations that PyTorch computes otherwise at the end of a tensor than in its middle. All are made of the sigmoid:
 // GELU's approximation 0.5 x (1 + tanh(z)), z = sqrt(2 / pi) (x + 0.044715 x^3), is x sigmoid(2 z).
 enum class Activation : int64_t { SILU, GELU_TANH, SIGMOID };
-
-inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 
 inline Floats activated(Activation kind, Floats x) {
   if (kind == Activation::SIGMOID) return sigmoid(x);

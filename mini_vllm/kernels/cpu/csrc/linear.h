@@ -155,11 +155,19 @@ struct StoreRows {
   }
 };
 
+// Something else that a thread does now and then between two panels. `work`: inputs times rows since the last time.
+struct Between {
+  virtual void operator()(int64_t work) = 0;
+
+ protected:
+  ~Between() = default;
+};
+
 // x against W, panels [first, last), rows of blocks [first_block, last_block): what one thread does. `following` are the
-// panels that it multiplies by afterwards, one or a pair.
+// panels that it multiplies by afterwards, one or a pair. `between` may be null.
 template <class Element, class Finish>
 void multiply(const PackedRows<Element>& x, const Matrix<Element>& w, int64_t first_block, int64_t last_block, int64_t first,
-              int64_t last, const Finish& finish, Ahead& ahead, std::pair<Range, Range> following) {
+              int64_t last, const Finish& finish, Ahead& ahead, std::pair<Range, Range> following, Between* between) {
   const int64_t partner = w.panels() / 2;  // of panel p, in pairs: p + partner
   for (int64_t from = first_block; from < last_block; from += CHUNK_BLOCKS) {
     const int64_t to = std::min(last_block, from + CHUNK_BLOCKS);
@@ -179,6 +187,7 @@ void multiply(const PackedRows<Element>& x, const Matrix<Element>& w, int64_t fi
           sum_products(count, x.data + row * x.inputs, w.panel(panel + i * partner), x.inputs, ahead, sums[i]);
         finish(sums, row, count, panel);
       }
+      if (between) (*between)((x.start(to) - x.start(from)) * x.inputs * Finish::PANELS);
     }
   }
 }

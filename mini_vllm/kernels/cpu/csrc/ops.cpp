@@ -6,12 +6,14 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "attention.h"
-#include "decoder.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "parallel.h"
 #include "sampler.h"
+#include "share_out.h"
 #include "vector.h"
 
 namespace mini_vllm {
@@ -211,79 +213,90 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
 
 // ---- decoder layers ----------------------------------------------------------------------------------------------
 
-// All layers of a model, or a run of them. `weights` holds six tensors a layer: input norm, post-attention norm, and the
-// packed qkv, output, gate_up and down; `biases` the last four's. Layers are alike but for their windows.
+// `weights` holds six tensors a layer: input norm, post-attention norm, and the packed qkv, output, gate_up and down;
+// `biases` the last four's.
+struct LayerTensors {
+  at::TensorList weights;
+  const c10::List<OptionalTensor>& biases;
+  double eps;
+  at::TensorList key_caches, value_caches;
+  at::IntArrayRef windows;
+
+  int64_t count() const { return int64_t(windows.size()); }
+};
+
+void check_layers(const LayerTensors& tensors, const Tensor& hidden) {
+  const int64_t layers = tensors.count();
+  TORCH_CHECK(layers > 0, "there must be layers");
+  TORCH_CHECK(int64_t(tensors.weights.size()) == 6 * layers && int64_t(tensors.biases.size()) == 4 * layers,
+              "six weights and four biases a layer");
+  TORCH_CHECK(int64_t(tensors.key_caches.size()) == layers && int64_t(tensors.value_caches.size()) == layers, "one cache a layer");
+  for (at::TensorList list : {tensors.weights, tensors.key_caches, tensors.value_caches})
+    for (const Tensor& tensor : list) check_like(tensor, hidden, "a weight or cache");
+}
+
+// Layer `index`, its sizes checked. `widths`: outputs of qkv, output, gate_up and down.
+template <class Element>
+DecoderLayer<Element> layer_of(const LayerTensors& tensors, int64_t index, const AttentionArguments<Element>& a,
+                               const std::array<int64_t, 4>& widths, const Tensor& hidden) {
+  const auto w = tensors.weights.slice(6 * index, 6);
+  const int64_t width = hidden.size(1), attended_width = a.num_heads * a.head_dim;
+  const std::array<int64_t, 4> inputs{width, attended_width, width, widths[2] / 2};
+  for (int64_t i : {0, 1}) TORCH_CHECK(w[i].numel() == width, "a norm of a layer must be [", width, "]");
+  const auto matrix = [&](int64_t i) {
+    const Tensor& packed = w[2 + i];
+    const OptionalTensor bias = tensors.biases.get(4 * index + i);
+    if (bias) check_like(*bias, hidden, "bias");
+    TORCH_CHECK(packed.size(0) == num_panels(widths[i]) && packed.size(1) == inputs[i], "a weight of a layer has another size");
+    TORCH_CHECK(!bias || bias->numel() == widths[i], "a bias of a layer has another size");
+    return matrix_of<Element>(packed, widths[i], bias);
+  };
+  const Tensor &keys = tensors.key_caches[index], &values = tensors.value_caches[index];
+  for (const Tensor* cache : {&keys, &values})
+    TORCH_CHECK(cache->size(1) == a.num_kv_heads && cache->size(2) == a.layout.size(), "the cache has another layout");
+  return {data_of<Element>(w[0]), data_of<Element>(w[1]), float(tensors.eps), matrix(0), matrix(1), matrix(2), matrix(3),
+          data_of<Element>(keys), data_of<Element>(values), tensors.windows[index]};
+}
+
+// All layers of a model, or a run of them. Layers are alike but for their windows.
 Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::List<OptionalTensor>& biases, double eps,
                       int64_t num_heads, int64_t num_kv_heads, const Tensor& cos, const Tensor& sin,
                       at::TensorList key_caches, at::TensorList value_caches, const Tensor& block_tables,
                       const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping,
                       int64_t block_size, double scale, double softcap, at::IntArrayRef windows) {
-  const int64_t tokens = hidden.size(0), width = hidden.size(1), head_dim = 2 * cos.size(-1), layers = windows.size();
-  const int64_t attended_width = num_heads * head_dim, qkv_width = attended_width + 2 * num_kv_heads * head_dim;
-  TORCH_CHECK(layers > 0 && num_heads % num_kv_heads == 0, "there must be layers, and num_kv_heads must divide num_heads");
-  TORCH_CHECK(int64_t(weights.size()) == 6 * layers && int64_t(biases.size()) == 4 * layers, "six weights and four biases a layer");
-  TORCH_CHECK(int64_t(key_caches.size()) == layers && int64_t(value_caches.size()) == layers, "one cache a layer");
+  const int64_t tokens = hidden.size(0), width = hidden.size(1), head_dim = 2 * cos.size(-1);
+  const LayerTensors tensors{weights, biases, eps, key_caches, value_caches, windows};
+  check_layers(tensors, hidden);
+  TORCH_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads must divide num_heads");
   check_step(block_tables, query_starts, context_lens, slot_mapping);
-  for (const Tensor& tensor : weights) check_like(tensor, hidden, "weight");
-  check_like(cos, hidden, "cos");
-  check_like(sin, hidden, "sin");
   check_tokens(tokens, query_starts, context_lens, slot_mapping);
-  TORCH_CHECK(cos.numel() == tokens * head_dim / 2 && sin.numel() == cos.numel(), "cos and sin must be [tokens, 1, head_dim / 2]");
-  const int64_t inner_width = weights[5].size(1);
+  for (const Tensor* angles : {&cos, &sin}) {
+    check_like(*angles, hidden, "cos and sin");
+    TORCH_CHECK(angles->numel() == tokens * head_dim / 2, "cos and sin must be [tokens, 1, head_dim / 2]");
+  }
+  const int64_t inner_width = weights[5].size(1), attended_width = num_heads * head_dim;
+  const int64_t qkv_width = attended_width + 2 * num_kv_heads * head_dim;
   TORCH_CHECK(inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", inner_width);
+  const auto memory = [&](int64_t columns) { return at::empty({tokens, columns}, hidden.options()); };
+  const Tensor middle = memory(width), qkv = memory(qkv_width), attended = memory(attended_width);
+  const Tensor rows = memory(std::max(width, attended_width)), inner = memory(inner_width);
   Tensor result = hidden.clone(at::MemoryFormat::Contiguous);
   with_element_of(hidden, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
-    const auto memory = [&](int64_t columns) { return at::empty({tokens, columns}, hidden.options()); };
-    const Tensor middle = memory(width), qkv = memory(qkv_width), attended = memory(attended_width);
-    const Tensor rows = memory(std::max(width, attended_width)), inner = memory(inner_width);
     const BlockLayout<Element> layout{block_size, (head_dim + LANES - 1) / LANES * LANES};
-    std::vector<DecoderLayer<Element>> all;
-    for (int64_t i = 0; i < layers; i++) {
-      const auto w = weights.slice(6 * i, 6);
-      check_like(key_caches[i], hidden, "key_cache");
-      check_like(value_caches[i], hidden, "value_cache");
-      TORCH_CHECK(key_caches[i].size(1) == num_kv_heads && key_caches[i].size(2) == layout.size(), "the cache has another layout");
-      const auto matrix = [&](int64_t index, int64_t outputs) {
-        const OptionalTensor bias = biases.get(4 * i + index);
-        if (bias) check_like(*bias, hidden, "bias");
-        TORCH_CHECK(w[2 + index].size(0) == num_panels(outputs), "a weight of a layer has another size");
-        TORCH_CHECK(!bias || bias->numel() == outputs, "a bias of a layer has another size");
-        return matrix_of<Element>(w[2 + index], outputs, bias);
-      };
-      all.push_back({data_of<Element>(w[0]), data_of<Element>(w[1]), float(eps), matrix(0, qkv_width), matrix(1, width),
-                     matrix(2, 2 * inner_width), matrix(3, width), data_of<Element>(key_caches[i]),
-                     data_of<Element>(value_caches[i]), windows[i]});
-    }
-    const bool any_sees_all = *std::min_element(windows.begin(), windows.end()) == 0;
-    const int64_t widest = any_sees_all ? 0 : *std::max_element(windows.begin(), windows.end());
-    const auto run_part = [&](const Part& part, int64_t threads) {
-      const int32_t* starts = data_of<int32_t>(query_starts) + part.first;
-      const int64_t token = starts[0], count = part.last - part.first, part_tokens = starts[count] - token;
-      std::vector<int32_t> own_starts;
-      for (int64_t i = 0; i <= count; i++) own_starts.push_back(starts[i] - int32_t(token));
-      const auto at = [&](const Tensor& tensor) { return data_of<Element>(tensor) + token * tensor.size(-1); };
-      const Element* heads = at(qkv);
-      const AttentionArguments<Element> attention{
-          heads, heads + attended_width, heads + attended_width + num_kv_heads * head_dim, qkv_width, qkv_width, qkv_width,
-          nullptr, nullptr, data_of<int32_t>(block_tables) + part.first * block_tables.size(1),
-          data_of<int64_t>(slot_mapping) + token, at(attended), block_tables.size(1), num_heads, num_kv_heads, head_dim,
-          layout, float(scale), float(softcap), 0};
-      const AttentionPlan plan(own_starts.data(), data_of<int32_t>(context_lens) + part.first, count, num_kv_heads,
-                               num_heads / num_kv_heads, threads);
-      const auto offsets = cache_offsets(attention, plan, widest);
-      Decoder<Element> decoder({at(result), at(middle), at(qkv), at(attended), at(rows), at(inner)}, part_tokens, attention,
-                               plan, at(cos), at(sin), offsets);
-      for (int64_t i = 0; i < layers; i++) decoder.run(all[i], i + 1 < layers ? &all[i + 1] : nullptr);
-    };
-    // By its arithmetic a token's products are worth twice as many keys; attention gets about half as much done in a time.
-    const int64_t token_cost = all[0].weights() / (4 * attended_width);
-    const std::vector<Part> parts = parts_of(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens),
-                                             context_lens.size(0), token_cost, at::get_num_threads());
-    if (parts.size() == 1) return run_part(parts[0], at::get_num_threads());
-    at::parallel_for(0, int64_t(parts.size()), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) run_part(parts[i], 1);
-    });
+    const Element* heads = data_of<Element>(qkv);
+    const AttentionArguments<Element> attention{
+        heads, heads + attended_width, heads + attended_width + num_kv_heads * head_dim, qkv_width, qkv_width, qkv_width,
+        nullptr, nullptr, data_of<int32_t>(block_tables), data_of<int64_t>(slot_mapping), data_of<Element>(attended),
+        block_tables.size(1), num_heads, num_kv_heads, head_dim, layout, float(scale), float(softcap), 0};
+    DecoderStep<Element> step{
+        {}, {data_of<Element>(result), data_of<Element>(middle), data_of<Element>(qkv), data_of<Element>(attended),
+             data_of<Element>(rows), data_of<Element>(inner)},
+        attention, data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), context_lens.size(0), data_of<Element>(cos),
+        data_of<Element>(sin)};
+    for (int64_t i = 0; i < tensors.count(); i++)
+      step.layers.push_back(layer_of(tensors, i, attention, {qkv_width, width, 2 * inner_width, width}, hidden));
+    SharedStep<Element>(step).run();
   });
   return result;
 }

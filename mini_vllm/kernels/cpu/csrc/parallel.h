@@ -40,7 +40,7 @@ struct After {
 // finish(x W^T), shared out.
 template <class Element, class Finish>
 void multiply_together(const PackedRows<Element>& x, const Matrix<Element>& w, const Finish& finish, std::vector<Ahead>& ahead,
-                       After<Element> after = {}) {
+                       After<Element> after = {}, Between* between = nullptr) {
   const int64_t threads = int64_t(ahead.size()), panels = w.panels() / Finish::PANELS;
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++) {
@@ -50,7 +50,7 @@ void multiply_together(const PackedRows<Element>& x, const Matrix<Element>& w, c
         const Share next(x.blocks(), after.matrix->panels() / after.together, thread, threads);
         following = after.matrix->ranges(next.first, after.together);
       }
-      multiply(x, w, share.first_block, share.last_block, share.first, share.last, finish, ahead[thread], following);
+      multiply(x, w, share.first_block, share.last_block, share.first, share.last, finish, ahead[thread], following, between);
     }
   });
 }

@@ -109,17 +109,37 @@ inline Floats exp(Floats x) {
   return underflows ? Floats{} : result;
 }
 
-// 2^x for x <= 0, to within 2 units in the last place: the exponential of a softmax, where every x has the maximum taken
-// off. x = n + r with |r| <= 1/2; 2^r is a polynomial that is exactly 1 at r = 0 (the best of degree 5 in relative error),
-// and n is added to its exponent bits. Below -126 the result stays 2^-126, so what must be 0 is made so by the caller.
-inline Floats exp2_of_negative(Floats x) {
-  x = max(broadcast(-126.0f), x);
+// 2^x for -126 <= x <= 126, to within 2 units in the last place. x = n + r with |r| <= 1/2; 2^r is a polynomial that is
+// exactly 1 at r = 0 (the best of degree 5 in relative error), and n is added to its exponent bits.
+inline Floats exp2_within_range(Floats x) {
   const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the lowest bits
   const Floats r = x - (shifted - 12582912.0f);
   Floats p = broadcast(1.3264727e-3f);
   for (float coefficient : {9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1.0f})
     p = fused_multiply_add(p, r, broadcast(coefficient));
   return (Floats)((Ints)p + ((Ints)shifted << 23));
+}
+
+// 2^x for x <= 0: the exponential of a softmax, where every x has the maximum taken off. Below -126 the result stays
+// 2^-126, so what must be 0 is made so by the caller.
+inline Floats exp2_of_negative(Floats x) { return exp2_within_range(max(broadcast(-126.0f), x)); }
+
+// 1 / x for 1 <= x < 2^121, to within 1 unit in the last place: an estimate and one step of Newton's method where the
+// processor has one, since a division holds it up.
+inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  const Floats estimate = (Floats)_mm512_rcp14_ps((__m512)x);
+  const Floats error = (Floats)_mm512_fnmadd_ps((__m512)x, (__m512)estimate, (__m512)broadcast(1.0f));
+  return fused_multiply_add(error, estimate, estimate);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// 1 / (1 + exp(-x)). Below -83 it stays 2^-120.
+inline Floats sigmoid(Floats x) {
+  const Floats power = max(broadcast(-126.0f), x * -1.44269504f);  // NaN stays what it is
+  return reciprocal(1.0f + exp2_within_range(power > 120.0f ? broadcast(120.0f) : power));
 }
 
 // tanh(x) = 1 - 2 / (exp(2x) + 1); for large x the quotient is too small to count.
@@ -163,6 +183,19 @@ inline Floats load(const bfloat16* from) {
 inline void store(bfloat16* to, Floats lanes) {
   const Halves halves = narrow(lanes);
   std::memcpy(to, &halves, sizeof halves);
+}
+
+// What is left of a number once it was stored as `Element`.
+template <class Element>
+inline Floats rounded_to(Floats lanes) {
+  Element stored[LANES];
+  store(stored, lanes);
+  return load(stored);
+}
+
+template <>
+inline Floats rounded_to<bfloat16>(Floats lanes) {
+  return (Floats)(__builtin_convertvector(narrow(lanes), Words) << 16);
 }
 
 // The first `count` lanes only; the rest read as 0 and is not written.
