@@ -243,6 +243,24 @@ def test_whatever_a_template_does_wrong_is_a_refused_request_with_its_text(templ
     assert caught.value.param == "messages"
 
 
+def test_a_role_that_the_template_names_is_known_and_others_are_listed() -> None:
+    lines = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "ipython", "content": "b"}]
+    with pytest.raises(InvalidRequestError, match=r"one of system, developer, user, .* names; got 'ipython'"):
+        ours(lines).render(messages)
+    naming = "{% if messages[1].role == 'ipython' %}!{% endif %}" + lines
+    assert ours(naming).render(messages) == "!user: a\nipython: b\n"
+
+
+def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_word() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    system = [{"role": "system", "content": "Be brief."}, messages[1]]
+    assert ours(CHATML).render(messages) == ours(CHATML).render(system)
+    assert ours(CHATML).render(messages, tools=TOOLS) == ours(CHATML).render(system, tools=TOOLS)
+    knowing = '{{ "known" if messages[0].role == "developer" else "unknown" }}'
+    assert ours(knowing).render(messages) == "known"
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -255,6 +273,9 @@ def test_whatever_a_template_does_wrong_is_a_refused_request_with_its_text(templ
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": 1, "content": "x"}], "messages[0].role"),
         ([{"role": "", "content": "x"}], "messages[0].role"),
+        ([{"role": "asistant", "content": "x"}], "messages[0].role"),
+        ([{"role": "User", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x"}, {"role": ["user"], "content": "x"}], "messages[1].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),

@@ -12,22 +12,27 @@ In vLLM: `vllm/entrypoints/chat_utils.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mini_vllm.errors import InvalidRequestError
 from mini_vllm.tokenizer.tool_messages import check_tool_calls
 
 _MAX_DEPTH = 100  # far under Python's recursion limit, far over any tool's schema
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def normalize_messages(messages: Any) -> list[dict[str, Any]]:
+def normalize_messages(messages: Any, is_known_role: Callable[[str], bool]) -> list[dict[str, Any]]:
     """Check the messages of a request and bring them into the form that templates expect.
 
     Content parts are joined to one string. A content that is null or missing becomes "" where that is allowed: in an
     assistant's message, which may have nothing but tool calls. Other fields that are null are left out, since many
     templates only ask whether a field is there.
+
+    Args:
+        messages: what the client sent.
+        is_known_role: whether the model has this role beside OpenAI's.
 
     Raises:
         InvalidRequestError: `param` is the place, such as "messages" or "messages[0].role".
@@ -36,17 +41,21 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
         raise InvalidRequestError(f"messages must be a list, not {_kind(messages)}.", param="messages")
     if not messages:
         raise InvalidRequestError("messages is empty; at least one message is needed.", param="messages")
-    return [_normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_normalize_message(one, f"messages[{index}]", is_known_role) for index, one in enumerate(messages)]
 
 
-def _normalize_message(message: Any, place: str) -> dict[str, Any]:
+def _normalize_message(message: Any, place: str, is_known_role: Callable[[str], bool]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
             f"{place} must be an object with role and content, not {_kind(message)}.", param=place
         )
     role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{place}.role must be a non-empty string, not {role!r}.", param=f"{place}.role")
+    if not isinstance(role, str) or not (role in _ROLES or is_known_role(role)):
+        raise InvalidRequestError(
+            f"{place}.role must be one of {', '.join(_ROLES)}, or a role that the model's chat template names; got "
+            f"{str(role)[:80]!r}.",
+            param=f"{place}.role",
+        )
     rest = {name: plain_json(value, f"{place}.{name}") for name, value in message.items() if value is not None}
     if "tool_calls" in rest and not check_tool_calls(rest["tool_calls"], f"{place}.tool_calls"):
         del rest["tool_calls"]  # an empty list says the same as none

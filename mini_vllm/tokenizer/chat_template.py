@@ -111,7 +111,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt contradict each other; set one of them to false.",
                 param="continue_final_message",
             )
-        conversation = self._with_tools(normalize_messages(messages), tools)
+        conversation = self._conversation(messages, tools)
         template = self._template(with_tools=bool(tools))
         final_text = str(conversation[-1]["content"])
         if continue_final_message:
@@ -140,18 +140,23 @@ class ChatTemplate:
         except TemplateSyntaxError:  # a request will be refused with the reason
             return False
 
-    def _with_tools(
-        self, conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[dict[str, Any]]:
-        """The messages with tools and calls in the form that the template can show."""
+        """The messages, checked, with roles, tools and calls in the form that the template can show."""
         name = self._name(with_tools=bool(tools))
         source = self._sources.get(name, "")
+        conversation = normalize_messages(messages, lambda role: _names(source, role))
+        if not _names(source, "developer"):
+            # OpenAI's later name of the same role. A template that does not know it would drop the message, or show
+            # the model a word that it was not trained on.
+            conversation = [{**one, "role": "system"} if one["role"] == "developer" else one for one in conversation]
         if any("tool_calls" in message for message in conversation):
             if "tool_calls" in source:
                 conversation = with_arguments(conversation, as_text=self._takes_text(name, with_tools=bool(tools)))
             else:
                 conversation = with_calls_as_text(conversation)
-        if "'tool'" not in source and '"tool"' not in source:
+        if not _names(source, "tool"):
             conversation = with_results_as_text(conversation)
         if tools and not self.shows_tools:
             conversation = with_tools_as_text(conversation, plain_json(tools, "tools"))
@@ -187,6 +192,11 @@ class ChatTemplate:
                     param="messages",
                 ) from error
         return self._compiled[name]
+
+
+def _names(source: str, role: str) -> bool:
+    """Whether a template has this role in quotation marks: it does something about it, or asks whether it is there."""
+    return f"'{role}'" in source or f'"{role}"' in source
 
 
 def _run(template: Template, variables: Mapping[str, Any]) -> str:
