@@ -57,7 +57,8 @@ constexpr int64_t GROUP_VECTORS = 64;
 // A bound that at least k tokens of the row reach: the k-th largest of the maxima of disjoint groups of tokens. A group
 // is every sixteenth of some thousand tokens in a row, so that the maxima of sixteen groups are found at once.
 inline float bound_of_best(const float* row, int64_t size, int64_t k, std::vector<float>& maxima) {
-  const int64_t length = std::min(GROUP_VECTORS, size / std::max<int64_t>(k, 1)) * LANES;
+  // Four maxima and more for each of the k: with as many as k the bound would be the least of them, which most reach.
+  const int64_t length = std::min(GROUP_VECTORS, size / (4 * std::max<int64_t>(k, 1))) * LANES;
   if (length <= LANES) return -INFINITE;
   maxima.clear();
   for (int64_t start = 0; start < size; start += length) {
@@ -79,9 +80,11 @@ inline void best_candidates(const float* row, int64_t size, int64_t k, std::vect
     for (int64_t i = start; i < std::min(start + LANES, size); i++)
       if (row[i] >= bound && row[i] > -INFINITE) result.push_back({row[i], i});
   }
-  const auto end = result.begin() + std::min<int64_t>(k, result.size());
-  std::partial_sort(result.begin(), end, result.end(), comes_before);
-  result.erase(end, result.end());
+  if (int64_t(result.size()) > k) {
+    std::nth_element(result.begin(), result.begin() + k, result.end(), comes_before);
+    result.resize(k);
+  }
+  std::sort(result.begin(), result.end(), comes_before);
 }
 
 // ---- noise: see model/noise.py -----------------------------------------------------------------------------------
