@@ -111,6 +111,17 @@ def test_can_append_needs_a_free_block_only_at_a_boundary() -> None:
     assert not manager.can_append(table, 5, write_from=4)
 
 
+def test_there_is_room_until_a_boundary_and_in_no_shared_block() -> None:
+    manager, table = make_manager(block_size=4), BlockTable()
+    manager.allocate(table, 3)
+    assert manager.has_room(table, 4, write_from=3)
+    assert not manager.has_room(table, 5, write_from=4)
+    sibling = manager.fork(table)
+    assert not manager.has_room(table, 4, write_from=3)
+    manager.free(sibling)
+    assert manager.has_room(table, 4, write_from=3)
+
+
 # ---- fork and copy on write ------------------------------------------------------------------------------------------
 
 

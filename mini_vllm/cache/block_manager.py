@@ -115,6 +115,10 @@ class BlockManager:
         taken_from_free += sum(1 for block in prefix if self._reference_counts[block] == 0)
         return taken_from_free <= len(self._free)
 
+    def has_room(self, table: BlockTable, num_tokens: int, write_from: int) -> bool:
+        """Whether `append` with the same arguments would find nothing to do."""
+        return num_tokens <= len(table.blocks) * self.block_size and self._shared_block(table, write_from) is None
+
     def can_append(self, table: BlockTable, num_tokens: int, write_from: int) -> bool:
         """Whether `append` with the same arguments would succeed."""
         needed = self.blocks_for(num_tokens) - len(table.blocks) + (self._shared_block(table, write_from) is not None)

@@ -70,8 +70,8 @@ class OutputProcessor:
         stopped: list[Sequence] = []
         for change in changes:
             sequence = change.sequence
-            state = self._requests[sequence.group.request.request_id]
-            moved[sequence.group.request.request_id] = state
+            request_id = sequence.group.request.request_id
+            state = moved[request_id] = self._requests[request_id]
             if change.num_new_tokens:
                 state.last_token_time = now
                 state.first_token_time = now if state.first_token_time is None else state.first_token_time
@@ -103,7 +103,7 @@ class OutputProcessor:
     def _output(self, state: _RequestState, now: float) -> RequestOutput:
         group, request = state.group, state.group.request
         choices = [self._text_of(state, sequence).new_output() for sequence in group.sequences]
-        finished = group.is_forked and all(sequence.finish_reason is not None for sequence in group.sequences)
+        finished = group.is_forked and None not in [sequence.finish_reason for sequence in group.sequences]
         if finished:
             del self._requests[request.request_id]
         metrics = RequestMetrics(

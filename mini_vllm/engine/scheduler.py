@@ -171,7 +171,7 @@ class Scheduler:
             if sequence.is_decoding and not self._make_room(sequence, step):
                 continue
             num_new = min(sequence.num_uncomputed_tokens, step.budget)
-            if sequence is self._running.first and num_new > 1 and not self._recomputes_all:
+            if num_new > 1 and sequence is self._running.first and not self._recomputes_all:
                 # The first one always advances, but its prefill leaves one token to each decode.
                 num_decodes = sum(other.is_decoding for other in self._running)
                 num_new = min(num_new, max(1, step.budget - num_decodes))
@@ -184,6 +184,8 @@ class Scheduler:
         room, since it got all its blocks when it was admitted.
         """
         table, write_from, num_tokens = sequence.block_table, sequence.num_computed_tokens, sequence.num_tokens
+        if self.block_manager.has_room(table, num_tokens, write_from):
+            return True
         while not self.block_manager.can_append(table, num_tokens, write_from):
             victim = self._running.last
             self._preempt(victim)
@@ -194,11 +196,10 @@ class Scheduler:
         copy = self.block_manager.append(table, num_tokens, write_from)
         if copy is not None:
             step.block_copies.append(copy)
-        if copy is not None or len(table.blocks) > num_before:
-            self.table.write_blocks(sequence, write_from // self.block_manager.block_size)
-            if self.listener is not None:
-                new = tuple(table.blocks[num_before:])
-                self.listener(events.BlocksAppended(sequence.group.request.request_id, sequence.index, new, copy))
+        self.table.write_blocks(sequence, write_from // self.block_manager.block_size)
+        if self.listener is not None:
+            new = tuple(table.blocks[num_before:])
+            self.listener(events.BlocksAppended(sequence.group.request.request_id, sequence.index, new, copy))
         return True
 
     def _admit(self, step: BatchBuilder) -> None:

@@ -49,6 +49,7 @@ class Sequence:
         "index",
         "logprobs",
         "num_computed_tokens",
+        "num_prompt_tokens",
         "row",
         "status",
         "stop_reason",
@@ -59,6 +60,7 @@ class Sequence:
         self.group = group
         self.index = index
         self.token_ids = token_ids  # prompt and output: the tokens known
+        self.num_prompt_tokens = len(group.request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.status = SequenceStatus.WAITING
         self.row = -1  # in the SequenceTable, while RUNNING
@@ -72,10 +74,6 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.group.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -11,7 +11,7 @@ In vLLM: `check_stop` in `vllm/v1/core/sched/utils.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mini_vllm.engine.scheduled_batch import SampledToken
 from mini_vllm.engine.sequence import Sequence
@@ -19,8 +19,7 @@ from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.outputs import GRAMMAR_FAILED, FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceChange:
+class SequenceChange(NamedTuple):
     """What a step did to one sequence.
 
     Args:

@@ -2,7 +2,8 @@
 
 Where it stands: owned by the scheduler. A sequence gets a row when it is admitted and keeps it while it runs. Each step
 writes only what changed: one token, now and then one block number. So preparing a batch of 64 sequences is a few NumPy
-index operations over these arrays, not 64 Python lists made anew.
+index operations over these arrays, not 64 Python lists made anew. What decides whether anything is to be prepared at
+all stands in Python lists: for a hundred numbers these are quicker to ask than an array is.
 
     row   token_ids              block_tables   temperature  top_p  ...
     0     504 3575  282 4649     7  2  -         0.8          1.0
@@ -47,8 +48,9 @@ class SequenceTable:
         self.presence_penalty: FloatArray = np.zeros(num_rows, np.float32)
         self.frequency_penalty: FloatArray = np.zeros(num_rows, np.float32)
         self.seeds: Int64Array = np.zeros(num_rows, np.int64)
-        self.num_logprobs: Int32Array = np.full(num_rows, -1, np.int32)
-        self.adjusts_logits: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.num_logprobs = [-1] * num_rows
+        self.adjusts_logits = [False] * num_rows
+        self.needs_work = [False] * num_rows  # more than an argmax
         self.bad_words_token_ids: list[tuple[tuple[int, ...], ...]] = [()] * num_rows
         self.stop_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.params: list[SamplingParams | None] = [None] * num_rows
@@ -70,6 +72,7 @@ class SequenceTable:
         self.seeds[row] = request.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.adjusts_logits[row] = params.adjusts_logits
+        self.needs_work[row] = params.adjusts_logits or bool(self.temperature[row] > 0)
         self.bad_words_token_ids[row] = request.bad_words_token_ids
         self.stop_token_ids[row] = request.stop_token_ids
         self.params[row] = params

@@ -41,7 +41,7 @@ class SamplerOutput:
         logprobs: [D] float32, raw logprob of the token drawn, NaN for draws that want none; None if nobody asked.
         top_token_ids, top_logprobs: [D, k] best first, raw; None if nobody asked. k is `num_logprobs`, or the
             vocabulary's size if that is less.
-        is_broken: [D] bool: the row has NaN or +inf, or nothing but -inf.
+        best: [D] float32, the greatest raw logit of the row.
         has_no_token: [D] bool: the masks leave no token.
     """
 
@@ -49,8 +49,13 @@ class SamplerOutput:
     logprobs: Tensor | None
     top_token_ids: Tensor | None
     top_logprobs: Tensor | None
-    is_broken: Tensor
+    best: Tensor
     has_no_token: Tensor
+
+    @property
+    def is_broken(self) -> Tensor:
+        """[D] bool: the row has NaN or +inf, or nothing but -inf."""
+        return ~self.best.isfinite()
 
 
 @dataclass(frozen=True)
@@ -93,22 +98,20 @@ def sample(logits: Tensor, batch: SamplingBatch, steps: SamplerSteps | None = No
     """
     steps = steps or PLAIN_STEPS
     values, token_ids = steps.best_tokens(logits)  # NaN is greater than all: this also tells which rows are broken
-    is_broken = ~values.isfinite()[batch.rows]
-    token_ids = token_ids[batch.rows]
-    has_no_token = torch.zeros_like(is_broken)
+    best, token_ids = values.index_select(0, batch.rows), token_ids.index_select(0, batch.rows)
+    has_no_token = torch.zeros_like(token_ids, dtype=torch.bool)
     if batch.worked is not None:
         draws = batch.worked.draws
-        token_ids[draws], has_no_token[draws] = steps.draw(
-            logits, values, token_ids[draws], batch.rows[draws], batch.worked
-        )
+        token_ids[draws], none_left = steps.draw(logits, values, token_ids[draws], batch.rows[draws], batch.worked)
+        has_no_token[draws] = none_left & best[draws].isfinite()
     logprobs = _sampled_logprobs(logits, token_ids, batch, steps)
     return SamplerOutput(
         token_ids=token_ids,
         logprobs=None if logprobs is None else logprobs.logprobs,
         top_token_ids=None if logprobs is None else logprobs.top_token_ids,
         top_logprobs=None if logprobs is None else logprobs.top_logprobs,
-        is_broken=is_broken,
-        has_no_token=has_no_token & ~is_broken,
+        best=best,
+        has_no_token=has_no_token,
     )
 
 

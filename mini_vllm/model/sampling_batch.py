@@ -154,7 +154,7 @@ class SamplingBatch:
         rows: [D] int64, the row of logits that each draw reads.
         worked: the draws that need more than an argmax; None if all are plain greedy.
         num_logprobs: most alternatives that any draw wants; -1 if none wants logprobs.
-        logprob_draws: [L] int64, the draws that want logprobs; None stands for all of them.
+        logprob_draws: [L] int64, the draws that want logprobs; None where all want the same: some, or none.
     """
 
     rows: Tensor

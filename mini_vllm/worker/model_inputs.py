@@ -17,6 +17,7 @@ In vLLM: `_prepare_inputs` in `vllm/v1/worker/gpu_model_runner.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -42,13 +43,11 @@ class ModelInputs:
 
 def build_model_inputs(batch: ScheduledBatch, table: SequenceTable, device: torch.device) -> ModelInputs:
     """Lay the tokens of all scheduled sequences flat, one sequence after the other."""
-    rows = np.array([s.row for s in batch.sequences], np.int64)
-    starts = np.array([s.start for s in batch.sequences], np.int64)
-    counts = np.array([s.num_new_tokens for s in batch.sequences], np.int64)
-    query_starts = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=query_starts[1:])
+    rows, starts, counts, _ = (np.array(column, np.int64) for column in zip(*batch.sequences, strict=True))
+    first_tokens = list(accumulate(counts.tolist(), initial=0))  # and one past the last token
+    query_starts = np.array(first_tokens, np.int64)
     row_of_token = np.repeat(rows, counts)
-    positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)
+    positions = np.arange(first_tokens[-1]) + np.repeat(starts - query_starts[:-1], counts)
     blocks = table.block_tables[row_of_token, positions // table.block_size].astype(np.int64)
     slots = blocks * table.block_size + positions % table.block_size
     context_lens = starts + counts
@@ -63,7 +62,7 @@ def build_model_inputs(batch: ScheduledBatch, table: SequenceTable, device: torc
         max_context_len=max_context_len,
     )
     input_ids = table.token_ids[row_of_token, positions].astype(np.int64)
-    return ModelInputs(_to_device(input_ids, device), _to_device(positions, device), metadata, query_starts.tolist())
+    return ModelInputs(_to_device(input_ids, device), _to_device(positions, device), metadata, first_tokens)
 
 
 def _to_device(array: np.ndarray[tuple[int, ...], np.dtype[np.integer]], device: torch.device) -> Tensor:

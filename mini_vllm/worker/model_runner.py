@@ -75,12 +75,12 @@ class ModelRunner:
     def _sample(self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Tensor) -> list[SampledToken]:
         if not batch.draws:
             return []
-        # Siblings of n draw from one sequence: its logits are computed once. `row_of[i]` is where they stand.
-        drawn_from = list(dict.fromkeys(draw.sequence for draw in batch.draws))
-        row_of = {sequence: row for row, sequence in enumerate(drawn_from)}
-        last_tokens = torch.tensor([inputs.query_starts[sequence + 1] - 1 for sequence in drawn_from])
-        logits = self._model.logits(hidden[last_tokens.to(self._device)])
-        sampling = build_sampling_batch(batch, row_of, self._table, logits.shape[1], self._device)
+        # Siblings of n draw from one sequence: its logits are computed once, and are the row of each of them.
+        drawn_from = [inputs.query_starts[draw.sequence + 1] - 1 for draw in batch.draws]
+        row_of = {token: row for row, token in enumerate(dict.fromkeys(drawn_from))}
+        logits = self._model.logits(hidden.index_select(0, torch.tensor(list(row_of), device=self._device)))
+        rows = torch.tensor([row_of[token] for token in drawn_from], device=self._device)
+        sampling = build_sampling_batch(batch, rows, self._table, logits.shape[1])
         return collect_tokens(batch, self._table, sample(logits, sampling, self._sampler_steps))
 
     def _prompt_logprobs(

@@ -8,7 +8,7 @@ In vLLM: `_make_sampling_metadata` in `vllm/v1/worker/gpu_input_batch.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,38 +19,34 @@ from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.sampling_batch import PenaltyHistory, SamplingBatch, TokenPairs, WorkedDraws, group_draws
 
 
-def build_sampling_batch(
-    batch: ScheduledBatch, row_of: Mapping[int, int], table: SequenceTable, vocab_size: int, device: torch.device
-) -> SamplingBatch:
+def build_sampling_batch(batch: ScheduledBatch, rows: Tensor, table: SequenceTable, vocab_size: int) -> SamplingBatch:
     """Describe all draws of a step.
 
     Args:
-        row_of: for each index into `batch.sequences` that draws, the row of its logits.
+        rows: for each draw, the row of its logits.
         vocab_size: width of the logits.
     """
-    table_rows = np.array([batch.sequences[draw.sequence].row for draw in batch.draws], np.int64)
-    needs_work = (table.temperature[table_rows] > 0) | table.adjusts_logits[table_rows]
-    wants_logprobs = table.num_logprobs[table_rows] >= 0
-    rows = torch.tensor([row_of[draw.sequence] for draw in batch.draws], device=device)
+    table_rows = [batch.sequences[draw.sequence].row for draw in batch.draws]
+    num_logprobs = [table.num_logprobs[row] for row in table_rows]
+    worked = [place for place, row in enumerate(table_rows) if table.needs_work[row]]
+    wanting = [place for place, number in enumerate(num_logprobs) if number >= 0]
     return SamplingBatch(
         rows=rows,
-        worked=_worked_draws(batch.draws, table_rows, needs_work.nonzero()[0], table, vocab_size, device)
-        if needs_work.any()
-        else None,
-        num_logprobs=int(table.num_logprobs[table_rows].max()),
-        logprob_draws=None if wants_logprobs.all() else torch.from_numpy(wants_logprobs.nonzero()[0]).to(device),
+        worked=_worked_draws(batch.draws, table_rows, worked, table, vocab_size, rows.device) if worked else None,
+        num_logprobs=max(num_logprobs),
+        logprob_draws=torch.tensor(wanting, device=rows.device) if 0 < len(wanting) < len(table_rows) else None,
     )
 
 
 def _worked_draws(
     draws: Sequence[Draw],
-    table_rows: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-    worked: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+    table_rows: Sequence[int],
+    worked: Sequence[int],
     table: SequenceTable,
     vocab_size: int,
     device: torch.device,
 ) -> WorkedDraws:
-    rows = table_rows[worked]
+    rows = np.array([table_rows[index] for index in worked])
     positions = [draws[index].position for index in worked]
     adjusted = [place for place, row in enumerate(rows.tolist()) if table.adjusts_logits[row]]
     builder = _AdjustmentBuilder(table, vocab_size, device)
@@ -61,7 +57,7 @@ def _worked_draws(
         return torch.from_numpy(values[rows]).to(device)
 
     return WorkedDraws(
-        draws=torch.from_numpy(worked).to(device),
+        draws=torch.tensor(worked, device=device),
         temperature=column(table.temperature),
         top_k=column(table.top_k),
         top_p=column(table.top_p),

@@ -8,7 +8,6 @@ In vLLM: `vllm/v1/outputs.py` (`LogprobsTensors.tolists`).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -23,20 +22,16 @@ BROKEN = "the model's logits are not finite (NaN or infinite); the request canno
 def collect_tokens(batch: ScheduledBatch, table: SequenceTable, output: SamplerOutput) -> list[SampledToken]:
     """What each draw gave, with as many logprobs as its request asked for."""
     token_ids = output.token_ids.tolist()
-    is_broken, has_no_token = output.is_broken.tolist(), output.has_no_token.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     if output.logprobs is not None and output.top_token_ids is not None and output.top_logprobs is not None:
-        wanted = [int(table.num_logprobs[batch.sequences[draw.sequence].row]) for draw in batch.draws]
+        wanted = [table.num_logprobs[batch.sequences[draw.sequence].row] for draw in batch.draws]
         values = LogprobsOutput(output.logprobs, output.top_token_ids, output.top_logprobs)
         logprobs = list(_entries(token_ids, values, wanted))
-    return [
-        SampledToken(
-            token_id=token_id,
-            logprobs=logprobs[index],
-            error=BROKEN if is_broken[index] else NO_TOKEN_LEFT if has_no_token[index] else None,
-        )
-        for index, token_id in enumerate(token_ids)
+    errors = [
+        NO_TOKEN_LEFT if none_left else None if math.isfinite(best) else BROKEN
+        for best, none_left in zip(output.best.tolist(), output.has_no_token.tolist(), strict=True)
     ]
+    return list(map(SampledToken, token_ids, logprobs, errors))
 
 
 def collect_logprobs(targets: Tensor, values: LogprobsOutput, num_logprobs: int) -> list[TokenLogprobs]:
@@ -68,7 +63,7 @@ def fail_broken_prompts(batch: ScheduledBatch, output: ModelOutput) -> ModelOutp
         return output
     return ModelOutput(
         tokens=[
-            replace(token, error=BROKEN) if draw.sequence in broken else token
+            token._replace(error=BROKEN) if draw.sequence in broken else token
             for draw, token in zip(batch.draws, output.tokens, strict=True)
         ],
         prompt_logprobs=[
