@@ -25,7 +25,7 @@
 
 namespace mini_vllm {
 
-constexpr int64_t MIN_PART_ROWS = 16;   // below so many a thread would wait for the weights
+constexpr int64_t MIN_PART_ROWS = 14;   // below so many a thread would wait for the weights
 constexpr int64_t MIN_HALVED_ROWS = 32; // below so many two halves do not pay for reading the weights twice
 
 // The sequences before the first that lies past `wanted` of all costs, or with it if that is nearer. `costs`: running sums.
