@@ -113,9 +113,10 @@ def num_threads(request: pytest.FixtureRequest) -> Any:
     torch.set_num_threads(before)
 
 
-def assert_same(dtype: torch.dtype, shape: str, step: str, block_size: int) -> None:
+def assert_same(dtype: torch.dtype, shape: str, step: str, block_size: int, *, only_last_tokens: bool = False) -> None:
     model, fused = fused_layers(dtype, SHAPES[shape])
     metadata, positions, num_blocks = metadata_of(STEPS[step], block_size)
+    metadata = replace(metadata, only_last_tokens=only_last_tokens)
     backends = [filled_backend(model, block_size, num_blocks, dtype) for _ in range(2)]
     width = model.config.hidden_size
     hidden = torch.randn(len(positions), width, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -127,7 +128,8 @@ def assert_same(dtype: torch.dtype, shape: str, step: str, block_size: int) -> N
         for layer in fused.layers:
             apart = by_pieces(layer, apart, cos, sin, plan)
     assert torch.isfinite(apart).all() and apart.float().std() > 0.5
-    assert torch.equal(together, apart)
+    read = metadata.query_starts[1:].long() - 1 if only_last_tokens else slice(None)
+    assert torch.equal(together[read], apart[read])
     assert torch.equal(hidden, given), "what was given is changed"
     for one, other in zip(
         backends[0]._keys + backends[0]._values, backends[1]._keys + backends[1]._values, strict=True
@@ -140,6 +142,13 @@ def assert_same(dtype: torch.dtype, shape: str, step: str, block_size: int) -> N
 def test_every_step_has_the_bits_of_the_pieces(dtype: torch.dtype, step: str, num_threads: int) -> None:
     for shape in SHAPES:
         assert_same(dtype, shape, step, 16)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_where_only_last_tokens_are_read_they_and_all_keys_are_the_same(step: str, num_threads: int) -> None:
+    for shape in ("wide", "windows", "one key head"):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert_same(dtype, shape, step, 16, only_last_tokens=True)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32, 128])

@@ -60,6 +60,9 @@ class AttentionMetadata:
 
     Shapes and dtypes: query_starts [B + 1], context_lens [B], block_tables [B, M]: int32. slot_mapping [T]: int64.
     All on the model's device. The two maxima are plain integers, so that no backend has to wait for the device.
+
+    With `only_last_tokens` nobody reads what the model returns for any but the last token of each sequence, and it may
+    be anything: keys and values of the others are needed, but nothing behind them in the last layer.
     """
 
     query_starts: Tensor
@@ -68,6 +71,7 @@ class AttentionMetadata:
     slot_mapping: Tensor
     max_query_len: int
     max_context_len: int
+    only_last_tokens: bool = False
 
 
 class StepAttention(Protocol):

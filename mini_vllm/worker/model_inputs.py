@@ -60,6 +60,7 @@ def build_model_inputs(batch: ScheduledBatch, table: SequenceTable, device: torc
         slot_mapping=_to_device(slots, device),
         max_query_len=int(counts.max()),
         max_context_len=max_context_len,
+        only_last_tokens=not batch.prompt_logprobs,
     )
     input_ids = table.token_ids[row_of_token, positions].astype(np.int64)
     return ModelInputs(_to_device(input_ids, device), _to_device(positions, device), metadata, first_tokens)

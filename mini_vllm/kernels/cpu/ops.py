@@ -137,6 +137,7 @@ class StepCaches:
         block_tables, query_starts, context_lens, slot_mapping: of `AttentionMetadata`.
         block_size: tokens in a block.
         scale, softcap: of `AttentionLayerSpec`, the same in all layers. windows: one a layer.
+        only_last_tokens: behind these layers nothing is read but the last token of each sequence.
     """
 
     keys: list[Tensor]
@@ -149,6 +150,7 @@ class StepCaches:
     scale: float
     softcap: float | None
     windows: list[int | None]
+    only_last_tokens: bool
 
 
 def decoder_layers(hidden: Tensor, weights: DecoderWeights, cos: Tensor, sin: Tensor, caches: StepCaches) -> Tensor:
@@ -167,6 +169,7 @@ def decoder_layers(hidden: Tensor, weights: DecoderWeights, cos: Tensor, sin: Te
         *(hidden, w.tensors, w.biases, w.eps, w.num_heads, w.num_kv_heads, cos, sin, c.keys, c.values, c.block_tables),
         *(c.query_starts, c.context_lens, c.slot_mapping, c.block_size, c.scale, c.softcap or 0.0),
         [window or 0 for window in c.windows],
+        c.only_last_tokens,
     )
     return result
 

@@ -91,6 +91,7 @@ class PagedCpuAttention:
             metadata.context_lens,
             metadata.slot_mapping,
         )
+        self._only_last_tokens = metadata.only_last_tokens
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec = self._layers[layer]
@@ -118,4 +119,5 @@ class PagedCpuAttention:
             specs[0].scale,
             specs[0].softcap,
             [spec.sliding_window for spec in specs],
+            self._only_last_tokens and first + count == len(self._layers),
         )

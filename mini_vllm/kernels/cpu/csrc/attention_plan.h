@@ -59,6 +59,14 @@ struct AttentionPlan {
       queues[least - costs.begin()].push_back(task);
     }
   }
+
+  // For a layer behind which only the last token of each sequence is read. All keys and values must be written still.
+  AttentionPlan last_tasks() const {
+    AttentionPlan plan = *this;
+    for (auto& queue : plan.queues)
+      queue.erase(std::remove_if(queue.begin(), queue.end(), [](const auto& task) { return !task.is_last; }), queue.end());
+    return plan;
+  }
 };
 
 }  // namespace mini_vllm

@@ -45,6 +45,7 @@ struct DecoderStep {
   const int32_t *query_starts, *context_lens;
   int64_t sequences;
   const Element *cos, *sin;               // [tokens, head_dim / 2]
+  bool only_last_tokens;                  // what is read behind the last layer: the last token of each sequence
 
   int64_t hidden_width() const { return layers[0].qkv.inputs; }
   int64_t attended_width() const { return attention.num_heads * attention.head_dim; }
@@ -126,6 +127,9 @@ class Group {
         a_(attention_of(step, part)), plan_(plan_of(step, part, threads)), cos_(step.cos + first_ * a_.head_dim / 2),
         sin_(step.sin + first_ * a_.head_dim / 2), ahead_(threads, Ahead(m_.hidden)) {
     for (const auto& queue : plan_.queues) keys_.emplace_back(a_, queue, step.widest_window());
+    if (!step.only_last_tokens || tokens_ == part.last - part.first) return;
+    short_layer_ = &step.layers.back();
+    for (int64_t i = part.first; i < part.last; i++) last_tokens_.push_back(step.query_starts[i + 1] - 1 - first_);
   }
 
   // Norm, product and rotary embedding. `after`: the matrix that these threads multiply by next.
@@ -141,12 +145,16 @@ class Group {
     a_.key_cache = layer.keys, a_.value_cache = layer.values, a_.window = layer.window;
   }
 
-  // Attention of the layer that `before_attention` was called with last.
-  void attend() { attend_together(a_, plan_); }
+  // All of a layer's attention, between `before_attention` and `after_attention`.
+  void attend(const DecoderLayer<Element>& layer) {
+    if (&layer == short_layer_) attend_together(a_, plan_.last_tasks());
+    else attend_together(a_, plan_);
+  }
 
   // Everything behind attention.
   void after_attention(const DecoderLayer<Element>& layer, After<Element> after, Between* between = nullptr) {
     const int64_t attended = layer.output.inputs, width = layer.qkv.inputs;
+    if (&layer == short_layer_) keep_last_tokens(width, attended);
     const PackedRows<Element> rows = packed(attended), inner{m_.inner, tokens_, layer.down.inputs};
     for_each_row(tokens_, attended, [&](int64_t row) { rows.put(row, m_.attended + row * attended); });
     multiply_together(rows, layer.output, StoreRows<Element, Element>{layer.output.bias, m_.hidden, m_.middle, width}, ahead_,
@@ -156,6 +164,7 @@ class Group {
                       between);
     multiply_together(inner, layer.down, StoreRows<Element, Element>{layer.down.bias, m_.middle, m_.hidden, width}, ahead_,
                       after, between);
+    if (&layer == short_layer_) put_back_last_tokens(width);
   }
 
   // Has the next products ask for the keys of layer `next`; of the last layer's nothing more, its attention is over.
@@ -201,6 +210,19 @@ class Group {
 
   PackedRows<Element> packed(int64_t inputs) const { return {m_.rows, tokens_, inputs}; }
 
+  // The rows of the last tokens move to the front, and only they go on. Rows never move backwards over one that is needed.
+  void keep_last_tokens(int64_t width, int64_t attended) {
+    tokens_ = int64_t(last_tokens_.size());
+    for (int64_t i = 0; i < tokens_; i++) {
+      std::memmove(m_.hidden + i * width, m_.hidden + last_tokens_[i] * width, width * sizeof(Element));
+      std::memmove(m_.attended + i * attended, m_.attended + last_tokens_[i] * attended, attended * sizeof(Element));
+    }
+  }
+  void put_back_last_tokens(int64_t width) {
+    for (int64_t i = tokens_ - 1; i >= 0; i--)
+      std::memmove(m_.hidden + last_tokens_[i] * width, m_.hidden + i * width, width * sizeof(Element));
+  }
+
   void normalize(const Element* x, const Element* weight, float eps, int64_t width) {
     const PackedRows<Element> rows = packed(width);
     for_each_row(tokens_, width, [&](int64_t row) {
@@ -211,6 +233,8 @@ class Group {
   }
 
   int64_t first_, tokens_;  // of the step's tokens
+  const DecoderLayer<Element>* short_layer_ = nullptr;  // the one behind which only these rows go on
+  std::vector<int64_t> last_tokens_;
   DecoderMemory<Element> m_;
   AttentionArguments<Element> a_;
   AttentionPlan plan_;

@@ -258,12 +258,13 @@ DecoderLayer<Element> layer_of(const LayerTensors& tensors, int64_t index, const
           data_of<Element>(keys), data_of<Element>(values), tensors.windows[index]};
 }
 
-// All layers of a model, or a run of them. Layers are alike but for their windows.
+// All layers of a model, or a run of them. Layers are alike but for their windows. With `only_last_tokens`, rows of the result
+// that are not the last of a sequence are undefined.
 Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::List<OptionalTensor>& biases, double eps,
                       int64_t num_heads, int64_t num_kv_heads, const Tensor& cos, const Tensor& sin,
                       at::TensorList key_caches, at::TensorList value_caches, const Tensor& block_tables,
                       const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping,
-                      int64_t block_size, double scale, double softcap, at::IntArrayRef windows) {
+                      int64_t block_size, double scale, double softcap, at::IntArrayRef windows, bool only_last_tokens) {
   const int64_t tokens = hidden.size(0), width = hidden.size(1), head_dim = 2 * cos.size(-1);
   const LayerTensors tensors{weights, biases, eps, key_caches, value_caches, windows};
   check_layers(tensors, hidden);
@@ -293,7 +294,7 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
         {}, {data_of<Element>(result), data_of<Element>(middle), data_of<Element>(qkv), data_of<Element>(attended),
              data_of<Element>(rows), data_of<Element>(inner)},
         attention, data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), context_lens.size(0), data_of<Element>(cos),
-        data_of<Element>(sin)};
+        data_of<Element>(sin), only_last_tokens};
     for (int64_t i = 0; i < tensors.count(); i++)
       step.layers.push_back(layer_of(tensors, i, attention, {qkv_width, width, 2 * inner_width, width}, hidden));
     SharedStep<Element>(step).run();
@@ -409,7 +410,7 @@ TORCH_LIBRARY(mini_vllm_cpu, library) {
       "decoder_layers(Tensor hidden, Tensor[] weights, Tensor?[] biases, float eps, int num_heads, int num_kv_heads, "
       "Tensor cos, Tensor sin, Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_tables, "
       "Tensor query_starts, Tensor context_lens, Tensor slot_mapping, int block_size, float scale, float softcap, "
-      "int[] windows) -> Tensor",
+      "int[] windows, bool only_last_tokens) -> Tensor",
       &decoder_layers);
   library.def("best_tokens(Tensor logits) -> (Tensor, Tensor)", &best_tokens);
   library.def(

@@ -182,7 +182,7 @@ class SharedStep {
   void run_layer(Group<Element>& group, int64_t i) {
     const DecoderLayer<Element>* next = i + 1 < count_ ? &layers_[i + 1] : nullptr;
     group.before_attention(layers_[i], {&layers_[i].output});
-    group.attend();
+    group.attend(layers_[i]);
     if (next) group.look_ahead(*next);
     group.after_attention(layers_[i], {next ? &next->qkv : nullptr});
   }
