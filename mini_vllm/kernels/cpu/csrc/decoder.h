@@ -74,22 +74,18 @@ struct StoreGated {
   const PackedRows<Element>& inner;
 
   void operator()(const float (*sums)[MAX_ROWS][PANEL], int64_t row, int count, int64_t panel) const {
-    constexpr int WIDTH = Step<Element>::WIDTH;
-    const int64_t width = inner.inputs, block = inner.block_of(row), begin = inner.start(block);
-    Element* to = inner.data + begin * width + panel * PANEL * count;
     for (int r = 0; r < count; r++) {
-      Element values[PANEL];
+      const auto to = inner.row(row + r);
       for (int half = 0; half < PANEL; half += LANES) {
-        Element rounded[2][LANES];
+        const int64_t column = panel * PANEL + half;
+        Floats rounded[2];
         for (int i = 0; i < 2; i++) {
           Floats sum = load(sums[i][r] + half);
-          if (bias) sum += load(bias + i * width + panel * PANEL + half);
-          store(rounded[i], sum);
+          if (bias) sum += load(bias + i * inner.inputs + column);
+          rounded[i] = rounded_to<Element>(sum);
         }
-        store(values + half, gated(load(rounded[0]), load(rounded[1])));
+        store(to(column), gated(rounded[0], rounded[1]));
       }
-      for (int k = 0; k < PANEL; k += WIDTH)
-        std::memcpy(to + k * count + r * WIDTH, values + k, sizeof(Element) * WIDTH);
     }
   }
 };
@@ -190,7 +186,7 @@ class Group {
     const DecoderMemory<Element>& m = step.memory;
     const int64_t width = step.hidden_width(), attended = step.attended_width();
     return {m.hidden + first_ * width, m.middle + first_ * width, m.qkv + first_ * step.attention.query_stride,
-            m.attended + first_ * attended, m.rows + first_ * std::max(width, attended),
+            m.attended + first_ * attended, m.rows + first_ * PackedRows<Element>::padded(std::max(width, attended)),
             m.inner + first_ * step.layers[0].down.inputs};
   }
 
@@ -226,9 +222,7 @@ class Group {
   void normalize(const Element* x, const Element* weight, float eps, int64_t width) {
     const PackedRows<Element> rows = packed(width);
     for_each_row(tokens_, width, [&](int64_t row) {
-      Element* normalized = scratch_memory<Element>(width);
-      rms_norm_row(x + row * width, weight, eps, width, normalized);
-      rows.put(row, normalized);
+      rms_norm_row(x + row * width, weight, eps, width, rows.row(row));
     });
   }
 

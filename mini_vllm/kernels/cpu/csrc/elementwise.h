@@ -9,8 +9,9 @@
 namespace mini_vllm {
 
 // y = x / sqrt(mean(x^2) + eps) * weight. As in the reference, the quotient is rounded before the weight is multiplied.
-template <class Element>
-void rms_norm_row(const Element* x, const Element* weight, float eps, int64_t width, Element* y) {
+// `place(i)` is where elements i, i + 1, ... of y go, sixteen at a time.
+template <class Element, class Place>
+void rms_norm_row(const Element* x, const Element* weight, float eps, int64_t width, const Place& place) {
   Floats squares{};
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats lanes = load_some(x + i, int(std::min<int64_t>(LANES, width - i)));
@@ -20,7 +21,7 @@ void rms_norm_row(const Element* x, const Element* weight, float eps, int64_t wi
   for (int64_t i = 0; i < width; i += LANES) {
     const int count = int(std::min<int64_t>(LANES, width - i));
     const Floats rounded = rounded_to<Element>(load_some(x + i, count) * factor);
-    store_some(y + i, rounded * load_some(weight + i, count), count);
+    store_some(place(i), rounded * load_some(weight + i, count), count);
   }
 }
 

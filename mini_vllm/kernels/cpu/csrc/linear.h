@@ -7,9 +7,9 @@
 //       step 0   | inputs 0, 1 of 16 outputs | inputs 0, 1 of the next 16 |     64 bytes each; for float a step is one
 //       step 1   | inputs 2, 3 of 16 outputs | inputs 2, 3 of the next 16 |     input instead of two (Step in vector.h)
 //
-// Packed rows: the rows of x lie in blocks of up to 12, in the order in which a block is read: step 0 of row 0, step 0 of
-// row 1, ..., step 1 of row 0, ... Read in place, rows a power of two apart would push each other out of the first-level
-// cache. With 2 vectors of sums for each of 12 rows, 2 of weights and 1 of x, the 32 registers of AVX-512 are full; with
+// Packed rows: the rows of x lie in blocks of up to 12, and within a block in segments of 64 bytes, 16 steps: segment 0 of
+// row 0, segment 0 of row 1, ..., segment 1 of row 0, ... So a block is read from front to back; read in place, rows a power
+// of two apart would push each other out of the first-level cache. With 2 vectors of sums for each of 12 rows, 2 of weights and 1 of x, the 32 registers of AVX-512 are full; with
 // fewer registers the compiler keeps some of the sums in memory.
 //
 // One row: the weights stream past once, and memory is the limit. Many rows: a panel stays in the second-level cache
@@ -20,6 +20,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "ahead.h"
@@ -29,6 +30,9 @@ namespace mini_vllm {
 
 constexpr int PANEL = 2 * LANES;         // outputs in a panel
 constexpr int MAX_ROWS = 12;             // rows whose sums fit in the registers
+constexpr int64_t MANY_OUTPUTS = 8192;   // so many of a row are not kept in the caches
+template <class Element>
+constexpr int SEGMENT = 16 * Step<Element>::WIDTH;  // inputs that lie side by side in packed rows
 constexpr int64_t CHUNK_BLOCKS = 20;     // blocks of rows that pass a panel before the next one is fetched
 
 inline int64_t num_panels(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
@@ -48,20 +52,32 @@ void pack_panel(const Element* weight, int64_t outputs, int64_t inputs, int64_t 
 
 template <class Element>
 struct PackedRows {
-  Element* data;  // [rows * inputs]
+  static constexpr int64_t LENGTH = SEGMENT<Element>;
+  Element* data;  // [size_of(rows, inputs)]
   int64_t rows, inputs;
 
+  static int64_t padded(int64_t inputs) { return (inputs + LENGTH - 1) / LENGTH * LENGTH; }
   // Blocks as even as can be: 13 rows are 7 and 6, for 12 and 1 would read a panel for a single row.
   int64_t blocks() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
   int64_t start(int64_t block) const { return rows * block / blocks(); }
   int64_t block_of(int64_t row) const { return ((row + 1) * blocks() - 1) / rows; }
+  const Element* block(int64_t index) const { return data + start(index) * padded(inputs); }
 
+  // Where a row's segments go.
+  struct Row {
+    Element* first;
+    int64_t stride;  // from one segment to the next
+    Element* operator()(int64_t input) const { return first + input / LENGTH * stride + input % LENGTH; }
+  };
+  Row row(int64_t row) const {
+    const int64_t block = block_of(row), begin = start(block);
+    return {data + begin * padded(inputs) + (row - begin) * LENGTH, (start(block + 1) - begin) * LENGTH};
+  }
   // Lays a row down in its place.
-  void put(int64_t row, const Element* values) const {
-    constexpr int WIDTH = Step<Element>::WIDTH;
-    const int64_t block = block_of(row), begin = start(block), count = start(block + 1) - begin;
-    Element* to = data + begin * inputs + (row - begin) * WIDTH;
-    for (int64_t k = 0; k < inputs; k += WIDTH) std::memcpy(to + k * count, values + k, sizeof(Element) * WIDTH);
+  void put(int64_t index, const Element* values) const {
+    const Row to = row(index);
+    for (int64_t i = 0; i < inputs; i += LENGTH)
+      std::memcpy(to(i), values + i, sizeof(Element) * std::min(LENGTH, inputs - i));
   }
 };
 
@@ -87,21 +103,23 @@ struct Matrix {
 template <int ROWS, class Element>
 void sum_products(const Element* x, const Element* weight, int64_t inputs, Ahead& ahead, float (*result)[PANEL]) {
   using S = Step<Element>;
+  constexpr int LENGTH = SEGMENT<Element>;
   Floats sums[ROWS][2] = {};
-  for (int64_t k = 0; k < inputs;) {
-    const char *line = ahead.next_stretch(), *other = ahead.second_stretch();
-    for (const int64_t end = std::min<int64_t>(inputs, k + STRETCH_LINES * S::WIDTH); k < end; k += S::WIDTH) {
+  const char *line = nullptr, *other = nullptr;
+  for (int64_t begin = 0; begin < inputs; begin += LENGTH, x += ROWS * LENGTH) {
+    if (begin % (STRETCH_LINES * S::WIDTH) == 0) line = ahead.next_stretch(), other = ahead.second_stretch();
+    const int64_t count = std::min<int64_t>(LENGTH, inputs - begin);
+    for (int64_t k = 0; k < count; k += S::WIDTH) {
       const auto first = S::load_packed(weight), second = S::load_packed(weight + LANES * S::WIDTH);
 #pragma GCC unroll 12
       for (int r = 0; r < ROWS; r++) {
-        const auto spread = S::spread(x + r * S::WIDTH);
+        const auto spread = S::spread(x + r * LENGTH + k);
         sums[r][0] = S::dot(spread, first, sums[r][0]);
         sums[r][1] = S::dot(spread, second, sums[r][1]);
       }
       __builtin_prefetch(line, 0, 2);
       __builtin_prefetch(other, 0, 2);
       line += LINE, other += LINE;
-      x += ROWS * S::WIDTH;
       weight += PANEL * S::WIDTH;
     }
   }
@@ -141,6 +159,11 @@ struct StoreRows {
   Output* y;
   int64_t outputs;
 
+  // Logits: some megabytes, with rows so far apart that they would push each other out of the caches.
+  bool passes_caches() const {
+    return std::is_same_v<Output, float> && outputs >= MANY_OUTPUTS && outputs % LANES == 0 && uintptr_t(y) % LINE == 0;
+  }
+
   void operator()(const float (*sums)[MAX_ROWS][PANEL], int64_t row, int count, int64_t panel) const {
     for (int r = 0; r < count; r++)
       for (int half = 0; half < 2; half++) {
@@ -150,6 +173,11 @@ struct StoreRows {
         Floats sum = load(sums[0][r] + half * LANES);
         if (bias) sum += load_some(bias + column, width);
         if (residual) sum += load_some(residual + place, width);
+        if constexpr (std::is_same_v<Output, float>)
+          if (passes_caches()) {
+            store_past_caches(y + place, sum);
+            continue;
+          }
         store_some(y + place, sum, width);
       }
   }
@@ -184,7 +212,7 @@ void multiply(const PackedRows<Element>& x, const Matrix<Element>& w, int64_t fi
         const int64_t row = x.start(block);
         const int count = int(x.start(block + 1) - row);
         for (int i = 0; i < Finish::PANELS; i++)
-          sum_products(count, x.data + row * x.inputs, w.panel(panel + i * partner), x.inputs, ahead, sums[i]);
+          sum_products(count, x.block(block), w.panel(panel + i * partner), x.inputs, ahead, sums[i]);
         finish(sums, row, count, panel);
       }
       if (between) (*between)((x.start(to) - x.start(from)) * x.inputs * Finish::PANELS);

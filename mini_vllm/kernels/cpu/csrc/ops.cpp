@@ -85,7 +85,7 @@ Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const O
   with_element_of(x, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
     const int64_t width = x.size(1);
-    const PackedRows<Element> rows{scratch_memory<Element>(x.numel()), x.size(0), width};
+    const PackedRows<Element> rows{scratch_memory<Element>(x.size(0) * PackedRows<Element>::padded(width)), x.size(0), width};
     for_each_row(rows.rows, width, [&](int64_t row) { rows.put(row, data_of<Element>(x) + row * x.stride(0)); });
     std::vector<Ahead> ahead = one_a_thread(rows.data);
     const auto run = [&](auto* to) {
@@ -113,7 +113,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
     using Element = std::remove_pointer_t<decltype(element)>;
     for_each_row(x.numel() / width, width, [&](int64_t row) {
       rms_norm_row(data_of<Element>(rows) + row * stride, data_of<Element>(weight), float(eps), width,
-                   data_of<Element>(y) + row * width);
+                   [&](int64_t i) { return data_of<Element>(y) + row * width + i; });
     });
   });
   return y;
@@ -280,7 +280,7 @@ Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::L
   TORCH_CHECK(inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", inner_width);
   const auto memory = [&](int64_t columns) { return at::empty({tokens, columns}, hidden.options()); };
   const Tensor middle = memory(width), qkv = memory(qkv_width), attended = memory(attended_width);
-  const Tensor rows = memory(std::max(width, attended_width)), inner = memory(inner_width);
+  const Tensor rows = memory(std::max(width, attended_width) + SEGMENT<bfloat16>), inner = memory(inner_width);
   Tensor result = hidden.clone(at::MemoryFormat::Contiguous);
   with_element_of(hidden, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;

@@ -52,6 +52,7 @@ void multiply_together(const PackedRows<Element>& x, const Matrix<Element>& w, c
       }
       multiply(x, w, share.first_block, share.last_block, share.first, share.last, finish, ahead[thread], following, between);
     }
+    order_stores();
   });
 }
 

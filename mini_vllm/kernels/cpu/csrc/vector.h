@@ -36,6 +36,21 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
+// Past the caches, for what is too much for them; `to` is a multiple of 64. Others see it after `order_stores`.
+inline void store_past_caches(float* to, Floats lanes) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, (__m512)lanes);
+#else
+  store(to, lanes);
+#endif
+}
+
+inline void order_stores() {
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 // a * b + c: with one rounding on x86 processors that can, with two elsewhere; the same in every kernel of a build.
