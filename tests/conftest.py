@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import pytest
 # One thread a process: tiny models gain nothing from more, and on a busy machine threads that wait for each other at
 # every small operator make a test many times slower. Set before torch is loaded, and inherited by child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell has what it puts into the background ignore Ctrl-C, and everything that is started there inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from mini_vllm.config import DEFAULT_MODEL
 from mini_vllm.store.model_store import ModelFiles, resolve_model

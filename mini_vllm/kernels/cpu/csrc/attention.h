@@ -76,21 +76,24 @@ struct AttentionArguments {
   }
 };
 
-// Stores the key and value of one token, one head.
+// Stores the keys and values of one token, heads [first_head, first_head + heads).
 template <class Element>
-void write_token(const AttentionArguments<Element>& a, int64_t token, int64_t head) {
+void write_token(const AttentionArguments<Element>& a, int64_t token, int64_t first_head, int64_t heads) {
   constexpr int WIDTH = Step<Element>::WIDTH;
   const int64_t block = a.slot_mapping[token] / a.layout.block_size, offset = a.slot_mapping[token] % a.layout.block_size;
   // From one step of a key to the next, and from one element of a value to the next.
   const int64_t key_step = std::min<int64_t>(LANES, a.layout.block_size) * WIDTH;
   const int64_t value_step = std::min<int64_t>(WIDTH, a.layout.block_size);
-  const Element* key = a.key + token * a.key_stride + head * a.head_dim;
-  const Element* value = a.value + token * a.value_stride + head * a.head_dim;
-  Element* keys = a.head_of(a.key_cache, block, head) + a.layout.key(offset, 0);
-  Element* values = a.head_of(a.value_cache, block, head) + a.layout.value(offset, 0);
-  for (int64_t d = 0; d < a.head_dim; d += WIDTH, keys += key_step)
-    std::memcpy(keys, key + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
-  for (int64_t d = 0; d < a.head_dim; d++) values[d * value_step] = value[d];
+  const int64_t first_key = a.layout.key(offset, 0), first_value = a.layout.value(offset, 0);
+  for (int64_t head = first_head; head < first_head + heads; head++) {
+    const Element* key = a.key + token * a.key_stride + head * a.head_dim;
+    const Element* value = a.value + token * a.value_stride + head * a.head_dim;
+    Element* keys = a.head_of(a.key_cache, block, head) + first_key;
+    Element* values = a.head_of(a.value_cache, block, head) + first_value;
+    for (int64_t d = 0; d < a.head_dim; d += WIDTH, keys += key_step)
+      std::memcpy(keys, key + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
+    for (int64_t d = 0; d < a.head_dim; d++) values[d * value_step] = value[d];
+  }
 }
 
 // What a thread needs to work on a task; kept between tasks, since its size depends on the layer only.
@@ -312,41 +315,50 @@ template <class Element>
 struct TaskRows {
   const AttentionArguments<Element>& a;
   const AttentionTask& task;
+  int64_t of_head = task.tokens * a.group(), all = task.heads * of_head;
+  int64_t groups = (of_head + GROUP_ROWS - 1) / GROUP_ROWS;  // of one head
 
-  int64_t of_head() const { return task.tokens * a.group(); }
-  int64_t all() const { return task.heads * of_head(); }
-  int64_t groups() const { return (of_head() + GROUP_ROWS - 1) / GROUP_ROWS; }                        // of one head
-  int64_t group_start(int64_t head, int64_t index) const { return (head * groups() + index) * of_head() / groups(); }
-  int64_t token(int64_t row) const { return task.first_token + row % of_head() / a.group(); }
-  int64_t query_head(int64_t row) const { return (task.first_head + row / of_head()) * a.group() + row % a.group(); }
+  int64_t group_start(int64_t head, int64_t index) const { return head * of_head + index * of_head / groups; }
+
+  // body(row, token, query head) for each row in order.
+  template <class Body>
+  void for_each(Body body) const {
+    int64_t row = 0;
+    for (int64_t head = task.first_head; head < task.first_head + task.heads; head++)
+      for (int64_t token = task.first_token; token < task.first_token + task.tokens; token++)
+        for (int64_t member = 0; member < a.group(); member++) body(row++, token, head * a.group() + member);
+  }
 };
 
 // Makes room, and lays the queries down as `multiply_keys` reads them.
 template <class Element>
 void begin_task(const AttentionArguments<Element>& a, const TaskRows<Element>& rows, AttentionScratch<Element>& scratch) {
   constexpr int WIDTH = Step<Element>::WIDTH;
-  const int64_t width = a.layout.width, all = rows.all();
-  scratch.queries.assign(all * width, Element(0));
-  scratch.outputs.assign(all * width, 0.0f);
+  const int64_t width = a.layout.width;
+  scratch.queries.assign(rows.all * width, Element(0));
+  scratch.outputs.assign(rows.all * width, 0.0f);
   scratch.probabilities.resize(GROUP_ROWS * TILE);
-  scratch.maxima.assign(all, -INFINITE);
-  scratch.sums.assign(all, Floats{});
-  scratch.factors.resize(all);
-  scratch.positions.resize(all);
+  scratch.maxima.assign(rows.all, -INFINITE);
+  scratch.sums.assign(rows.all, Floats{});
+  scratch.factors.resize(rows.all);
+  scratch.positions.resize(rows.all);
   if (a.layout.block_size < LANES) {
     scratch.keys.resize(TILE * width);
     scratch.values.resize(TILE * width);
   }
-  for (int64_t index = 0; index < rows.task.heads * rows.groups(); index++) {
-    const int64_t begin = rows.group_start(0, index), count = rows.group_start(0, index + 1) - begin;
-    for (int64_t row = begin; row < begin + count; row++) {
-      scratch.positions[row] = rows.task.keys - rows.task.tokens + rows.token(row) - rows.task.first_token;
-      const Element* query = a.query + rows.token(row) * a.query_stride + rows.query_head(row) * a.head_dim;
-      Element* to = scratch.queries.data() + begin * width + (row - begin) * WIDTH;
-      for (int64_t d = 0; d < a.head_dim; d += WIDTH)
-        std::memcpy(to + d * count, query + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
+  int64_t group = 0, begin = 0, end = 0;  // the group that a row is in, counted over all heads
+  rows.for_each([&](int64_t row, int64_t token, int64_t query_head) {
+    if (row == end) {
+      begin = end;
+      end = rows.group_start(group / rows.groups, group % rows.groups + 1);
+      group++;
     }
-  }
+    scratch.positions[row] = rows.task.keys - rows.task.tokens + token - rows.task.first_token;
+    const Element* query = a.query + token * a.query_stride + query_head * a.head_dim;
+    Element* to = scratch.queries.data() + begin * width + (row - begin) * WIDTH;
+    for (int64_t d = 0; d < a.head_dim; d += WIDTH)
+      std::memcpy(to + d * (end - begin), query + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
+  });
 }
 
 // One task, from queries to outputs. `next_task` is what this thread does afterwards, or null.
@@ -358,7 +370,7 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, con
   begin_task(a, rows, scratch);
   if (task.writes)
     for (int64_t token = task.first_token; token < task.first_token + task.tokens; token++)
-      for (int64_t head = 0; head < task.heads; head++) write_token(a, token, task.first_head + head);
+      write_token(a, token, task.first_head, task.heads);
   const auto tile_of = [&](int64_t head, int64_t start) {
     return find_tile(a, task.sequence, task.first_head + head, start, end, scratch);
   };
@@ -376,19 +388,19 @@ void attend(const AttentionArguments<Element>& a, const AttentionTask& task, con
         const auto [next_start, next_end] = keys_of(a, *next_task);
         next = find_tile(a, next_task->sequence, next_task->first_head, next_start, next_end, scratch);
       }
-      for (int64_t index = 0; index < rows.groups(); index++) {  // one group asks for the next tile, the others find it
+      for (int64_t index = 0; index < rows.groups; index++) {  // one group asks for the next tile, the others find it
         const int64_t row = rows.group_start(head, index);
         attend_rows(int(rows.group_start(head, index + 1) - row), a, tile, index == 0 ? next : tile, row, scratch);
       }
       tile = looks_ahead || is_last ? next : find_next();
     }
-  for (int64_t row = 0; row < rows.all(); row++) {
-    Element* to = a.output + (rows.token(row) * a.num_heads + rows.query_head(row)) * a.head_dim;
+  rows.for_each([&](int64_t row, int64_t token, int64_t query_head) {
+    Element* to = a.output + (token * a.num_heads + query_head) * a.head_dim;
     const float factor = 1.0f / horizontal_sum(scratch.sums[row]);
     for (int64_t d = 0; d < a.head_dim; d += LANES)
       store_some(to + d, load(scratch.outputs.data() + row * a.layout.width + d) * factor,
                  int(std::min<int64_t>(LANES, a.head_dim - d)));
-  }
+  });
 }
 
 }  // namespace mini_vllm

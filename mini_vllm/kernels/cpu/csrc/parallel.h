@@ -64,7 +64,7 @@ inline std::vector<Ahead> one_a_thread(const void* readable) {
 template <class Element>
 void attend_together(const AttentionArguments<Element>& a, const AttentionPlan& plan) {
   for_each_row(int64_t(plan.early_tokens.size()), 2 * a.num_kv_heads * a.head_dim, [&](int64_t i) {
-    for (int64_t head = 0; head < a.num_kv_heads; head++) write_token(a, plan.early_tokens[i], head);
+    write_token(a, plan.early_tokens[i], 0, a.num_kv_heads);
   });
   struct alignas(LINE) Cursor {
     std::atomic<size_t> next{0};
