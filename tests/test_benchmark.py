@@ -266,7 +266,10 @@ def test_lengths_are_read_as_they_are_written() -> None:
     assert Lengths.parse("chat:100,1.5") == Lengths("lognormal", 100, 800, 1.5)
 
 
-@pytest.mark.parametrize("text", ["", "0", "5-3", "chat", "chat:0", "-4", "1.5"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "5-3", "chat", "chat:0", "-4", "1.5", "9" * 5000, "10000001", "1-10000001", "chat:4,99", "chat:99999999"],
+)
 def test_lengths_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InvalidConfigError, match="got"):
         Lengths.parse(text)
@@ -523,8 +526,12 @@ def test_a_configuration_without_weights_can_be_measured(mini_vllm: CommandLine,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("throughput", "--input-len", "x"), "lengths are written 128, 32-256 or chat:120, got 'x'"),
+        (("throughput", "--input-len", "x"), "lengths are written 128, 32-256, chat:120 or chat:120,0.8"),
         (("latency", "--batch-sizes", "1,0"), "batch_sizes is written 1,4,16"),
+        (("latency", "--batch-sizes", "9" * 20), "batch_sizes is written 1,4,16"),
+        (("latency", "--seed", "-1"), "seed must be 0 or more, got -1"),
+        (("throughput", "--num-prompts", "9" * 20), "a workload has 1 to 1,000,000 requests"),
+        (("throughput", "--shared-prefix-len", "9" * 20), "shared_prefix_len must be at most 10,000,000"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(

@@ -133,6 +133,8 @@ def test_an_engine_of_ours_that_does_not_start_is_an_error(model: Path) -> None:
     ("fields", "message"),
     [
         ({"peer": "vllm"}, "peer is written NAME=VALUE, got 'vllm'"),
+        ({"peer": "vllm='abc"}, "the command of peer 'vllm' cannot be read: No closing quotation"),
+        ({"peer": "vllm= "}, "peer 'vllm' has no command; write vllm=/path/to/python"),
         ({"peer": "tgi=python"}, "peer must be one of vllm, transformers, openvino, llama-cpp, url, got 'tgi'"),
         ({"peer": "vllm=python", "peer_model": "openvino=x"}, "peer_model names 'openvino', which is no --peer"),
     ],

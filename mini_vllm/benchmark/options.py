@@ -64,6 +64,7 @@ class LatencyOptions:
     def __post_init__(self) -> None:
         self.pairs()
         _at_least("output_len", self.output_len, 1)
+        _at_least("seed", self.seed, 0)
 
     def pairs(self) -> list[tuple[int, int]]:
         """(batch size, prompt tokens) of every run."""
@@ -105,6 +106,7 @@ class LadderOptions:
         numbers = ("num_requests", "num_one_at_a_time", "max_model_len", "num_slots", "prefix_len", "long_prompt_len")
         for name in (*numbers, "num_long_prompts", "chunk"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("seed", self.seed, 0)
         Lengths.parse(self.input_len)
         Lengths.parse(self.output_len)
 
@@ -229,6 +231,6 @@ def _at_least(name: str, value: int, lowest: int) -> None:
 
 def _integers(name: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InvalidConfigError(f"{name} is written 1,4,16, each 1 or more, got {text!r}", field=name)
+    if not all(part.isdecimal() and len(part) < 8 and int(part) > 0 for part in parts):
+        raise InvalidConfigError(f"{name} is written 1,4,16, each from 1 to 9,999,999, got {text[:80]!r}", field=name)
     return [int(part) for part in parts]

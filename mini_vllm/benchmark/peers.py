@@ -82,7 +82,19 @@ def _peer(label: str, command: str, model: str | None) -> Peer:
     known = (*_MODULES, "url")
     if kind not in known:
         raise InvalidConfigError(f"peer must be one of {', '.join(known)}, got {label!r}", field="peer")
-    return Peer(label, kind, (command,) if kind == "url" else tuple(shlex.split(command)), model)
+    return Peer(label, kind, (command,) if kind == "url" else _words_of(command, label), model)
+
+
+def _words_of(command: str, label: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise InvalidConfigError(
+            f"the command of peer {label!r} cannot be read: {error}; got {command!r}", field="peer"
+        ) from None
+    if not words:
+        raise InvalidConfigError(f"peer {label!r} has no command; write {label}=/path/to/python", field="peer")
+    return words
 
 
 def model_for(peer: Peer, files: ModelFiles, dtype: str) -> str:

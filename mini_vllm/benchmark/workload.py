@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 _DEFAULT_SIGMA = 0.8
+_LONGEST = 10_000_000  # tokens of a prompt or an answer: beyond every model, and soon refused for this one
+_MOST_REQUESTS = 1_000_000
 _LONGEST_OF_MEDIAN = 8  # a log-normal length is cut at this many medians: one giant would decide the whole run
 
 
@@ -56,8 +58,8 @@ class Lengths:
         Raises:
             InvalidConfigError: it is none of these, or a length is under 1.
         """
-        chat = re.fullmatch(r"chat:(\d+)(?:,(\d+(?:\.\d+)?))?", text)
-        plain = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+        chat = re.fullmatch(r"chat:(\d{1,9})(?:,(\d(?:\.\d{1,9})?))?", text)
+        plain = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
         if chat is not None:
             median = int(chat[1])
             sigma = _DEFAULT_SIGMA if chat[2] is None else float(chat[2])
@@ -66,9 +68,15 @@ class Lengths:
             low, high = int(plain[1]), int(plain[2] or plain[1])
             lengths = Lengths("fixed" if low == high else "uniform", low, high)
         else:
-            raise InvalidConfigError(f"lengths are written 128, 32-256 or chat:120, got {text!r}", field="lengths")
-        if not 1 <= lengths.low <= lengths.high:
-            raise InvalidConfigError(f"lengths go from 1 token up, the smaller first, got {text!r}", field="lengths")
+            raise InvalidConfigError(
+                "lengths are written 128, 32-256, chat:120 or chat:120,0.8 (with a deviation under 10), "
+                f"got {text[:40]!r}",
+                field="lengths",
+            )
+        if not 1 <= lengths.low <= lengths.high or lengths.low > _LONGEST or (plain and lengths.high > _LONGEST):
+            raise InvalidConfigError(
+                f"lengths go from 1 to {_LONGEST:,} tokens, the smaller first, got {text[:40]!r}", field="lengths"
+            )
         return lengths
 
     def draw(self, source: random.Random) -> int:
@@ -144,8 +152,14 @@ def synthetic_workload(
         input_len: of each prompt's own part, which comes after the shared one.
         shared_prefix_len: tokens at the beginning that all prompts have in common.
     """
-    if num_requests < 1:
-        raise InvalidConfigError(f"a workload has 1 request or more, got {num_requests}", field="num_requests")
+    if not 1 <= num_requests <= _MOST_REQUESTS:
+        raise InvalidConfigError(
+            f"a workload has 1 to {_MOST_REQUESTS:,} requests, got {num_requests:,}", field="num_requests"
+        )
+    if shared_prefix_len > _LONGEST:
+        raise InvalidConfigError(
+            f"shared_prefix_len must be at most {_LONGEST:,}, got {shared_prefix_len:,}", field="shared_prefix_len"
+        )
     source = random.Random(seed)
     ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
     shared = tuple(source.choices(ids, k=shared_prefix_len))

@@ -58,7 +58,7 @@ def read_prompts_file(
         InvalidConfigError: the file cannot be read, or an entry is something else; it names the place.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfigError(f"the prompts file {path} cannot be read: {error}", field="prompts_file") from error
     source = random.Random(seed)
@@ -78,7 +78,7 @@ def read_prompts_file(
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
     """The lines that hold something, each with its name."""
-    yield from ((f"line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+    yield from ((f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
 def _item_of_line(line: str, where: str, tokenizer: Tokenizer, default_output_len: int) -> WorkItem:

@@ -101,8 +101,21 @@ def kernels_are_loaded() -> bool:
 
 
 def machine_flags() -> tuple[str, ...]:
-    """Compiler flags that choose the instruction set."""
-    return tuple(shlex.split(os.environ.get(FLAGS_VARIABLE, "-march=native")))
+    """Compiler flags that choose the instruction set.
+
+    Raises:
+        KernelBuildError: what the variable holds cannot be read.
+    """
+    return tuple(_words_of(FLAGS_VARIABLE, "-march=native"))
+
+
+def _words_of(variable: str, otherwise: str) -> list[str]:
+    """What an environment variable holds, split as a shell would."""
+    text = os.environ.get(variable, otherwise)
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise KernelBuildError(f"{variable} cannot be read: {error}; got {text!r}") from None
 
 
 def _key() -> str:
@@ -129,9 +142,9 @@ def find_compiler() -> list[str]:
     """The command of the C++ compiler: `CXX`, which may have arguments, else `c++`.
 
     Raises:
-        KernelBuildError: there is none.
+        KernelBuildError: there is none, or `CXX` cannot be read.
     """
-    wanted = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    wanted = _words_of("CXX", "") or ["c++"]
     compiler = shutil.which(wanted[0])
     if compiler is None:
         raise KernelBuildError(f"there is no C++ compiler ({wanted[0]}); install g++ or set CXX to yours")

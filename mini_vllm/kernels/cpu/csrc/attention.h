@@ -8,9 +8,9 @@
 //
 // Blocks shorter than 16 tokens keep the same order with fewer keys side by side, and are copied together when read.
 //
-// What one thread does at a time, a task: up to 48 rows that share a key head, where a "row" is one query of one query
-// head. With three query heads a key head that is 16 queries. Rows are multiplied six together, a "group of rows"; a
-// "block" is always one of the cache. Keys come in tiles of 64, at absolute positions 0, 64, 128, ...:
+// What one thread does at a time, a task: up to 48 rows that share a key head, or those of all key heads where they are so
+// few together. A "row" is one query of one query head. With three query heads a key head 48 rows are 16 queries. Rows are
+// multiplied six together, a "group of rows"; a "block" is always one of the cache. Keys come in tiles of 64, at absolute positions 0, 64, 128, ...:
 //
 //            tile 0      tile 1      tile 2
 //   row 0   |###########|####       |           |      # seen    (causal: up to the query's own position; a window
@@ -125,7 +125,7 @@ Tile<Element> find_tile(const AttentionArguments<Element>& a, int64_t sequence, 
   int64_t block = start / a.layout.block_size, offset = start % a.layout.block_size;
   for (int64_t part = 0; part < TILE / LANES; part++) {
     const int64_t first = start + part * LANES;
-    if (first >= end) {  // never looked at, but it must be readable
+    if (first >= end) {  // its scores are masked, but it must be readable
       tile.keys[part] = tile.keys[0];
       tile.values[part] = tile.values[0];
     } else if (a.layout.block_size >= LANES) {

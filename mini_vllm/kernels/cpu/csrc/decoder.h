@@ -206,7 +206,8 @@ class Group {
 
   PackedRows<Element> packed(int64_t inputs) const { return {m_.rows, tokens_, inputs}; }
 
-  // The rows of the last tokens move to the front, and only they go on. Rows never move backwards over one that is needed.
+  // The rows of the last tokens move to the front, and only they go on. Row i is
+  // at or before the i-th last token, and those rise, so none is written over that is still to be moved.
   void keep_last_tokens(int64_t width, int64_t attended) {
     tokens_ = int64_t(last_tokens_.size());
     for (int64_t i = 0; i < tokens_; i++) {

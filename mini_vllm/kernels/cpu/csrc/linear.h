@@ -9,8 +9,8 @@
 //
 // Packed rows: the rows of x lie in blocks of up to 12, and within a block in segments of 64 bytes, 16 steps: segment 0 of
 // row 0, segment 0 of row 1, ..., segment 1 of row 0, ... So a block is read from front to back; read in place, rows a power
-// of two apart would push each other out of the first-level cache. With 2 vectors of sums for each of 12 rows, 2 of weights and 1 of x, the 32 registers of AVX-512 are full; with
-// fewer registers the compiler keeps some of the sums in memory.
+// of two apart would push each other out of the first-level cache. 2 vectors of sums for each of 12 rows, 2 of weights and
+// one of x have room in the 32 registers of AVX-512; with fewer registers the compiler keeps some of the sums in memory.
 //
 // One row: the weights stream past once, and memory is the limit. Many rows: a panel stays in the second-level cache
 // while all rows of a chunk pass, and the multipliers are the limit. It is the same loop.
@@ -53,7 +53,7 @@ void pack_panel(const Element* weight, int64_t outputs, int64_t inputs, int64_t 
 template <class Element>
 struct PackedRows {
   static constexpr int64_t LENGTH = SEGMENT<Element>;
-  Element* data;  // [size_of(rows, inputs)]
+  Element* data;  // [rows * padded(inputs)]
   int64_t rows, inputs;
 
   static int64_t padded(int64_t inputs) { return (inputs + LENGTH - 1) / LENGTH * LENGTH; }

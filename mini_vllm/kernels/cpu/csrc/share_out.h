@@ -138,10 +138,14 @@ class WorkList {
       if (!is_idle) return is_found;
     }
   }
-  void finished() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    unfinished_--;
-  }
+  // Counts a work as finished when it goes, also where the work has thrown: the others would wait for it.
+  struct Finish {
+    WorkList& list;
+    ~Finish() {
+      const std::lock_guard<std::mutex> lock(list.mutex_);
+      list.unfinished_--;
+    }
+  };
 
  private:
   void count() { wanted_.store(idle_ - int64_t(waiting_.size()), std::memory_order_relaxed); }
@@ -157,7 +161,8 @@ class SharedStep {
  public:
   explicit SharedStep(const DecoderStep<Element>& step)
       : step_(step), layers_(step.layers), count_(int64_t(step.layers.size())),
-        // By its arithmetic a token's products are worth twice as many keys; attention gets about half as much done in a time.
+        // A token's products are `weights` multiplications, a key that it sees 2 * attended_width; and attention takes
+        // about twice as long for a multiplication.
         token_cost_(step.layers[0].weights() / (4 * step.attended_width())) {}
 
   void run() {
@@ -168,7 +173,10 @@ class SharedStep {
     if (int64_t(parts.size()) < threads) return run_together(whole, threads);
     WorkList list(parts);
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-      for (Work work; list.take(work); list.finished()) run_alone(work, list);
+      for (Work work; list.take(work);) {
+        const WorkList::Finish finish{list};
+        run_alone(work, list);
+      }
     });
   }
 
