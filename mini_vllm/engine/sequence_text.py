@@ -10,7 +10,8 @@ the tokens go through the detokenizer and the matcher of stop strings:
 Who reads: a stream at every step, the matcher of a request with stop strings too, everyone else at the end. Pieces are
 made in order, one a token, and then kept. So it makes no difference to a text when it is read, or in how many goes.
 
-What always holds: pieces depend on the tokens alone. Any thread may read, while the engine's own adds tokens.
+What always holds: pieces depend on the tokens and on how the answer ended, which is known before its last token is
+handed out. Any thread may read, while the engine's own adds tokens.
 
 In vLLM: `vllm/v1/engine/detokenizer.py`, at every step.
 """

@@ -2,7 +2,8 @@
 //
 // A product of many rows is bound by arithmetic and leaves the memory idle; attention of many sequences waits for the
 // memory. So each step of a product (linear.h) asks for one line: first of the weights that this thread multiplies next,
-// then of the keys and values that it will look at in the next layer. They come to rest in the last-level cache.
+// then of the keys and values that it will look at in the next layer. They come to rest in the last-level cache; where two
+// halves take turns (share_out.h), those of the next task alone are asked for, and rest in the second-level cache.
 //
 //   products of layer 3   |=== arithmetic ===|            |=== arithmetic ===|
 //   attention                                 |= layer 4 =|
