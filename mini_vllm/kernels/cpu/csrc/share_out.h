@@ -68,12 +68,12 @@ class PendingAttention final : public Between {
     two_lines_ = layer.bytes() + 2 * int64_t(group.keys().offsets.size()) * STRETCH > steps * LINE;
     ask();
   }
-  ~PendingAttention() { finish(); }
 
   void operator()(int64_t work) override {
     due_ += cost_of_work_ * double(work);
     while (next_ < int64_t(group_.tasks().size()) && due_ > 0) run();
   }
+  // What is left of it when the products are done.
   void finish() {
     while (next_ < int64_t(group_.tasks().size())) run();
   }
@@ -198,32 +198,33 @@ class SharedStep {
   // One thread. Where another one has nothing to do, it gives half of its sequences away.
   void run_alone(Work work, WorkList& list) {
     while (work.layer < count_) {
-      const int64_t rows = step_.tokens_of(work.part.first, work.part.last);
-      const bool can_split = rows >= MIN_PART_ROWS && work.part.last - work.part.first > 1;
-      if (can_split && list.is_wanted()) {
-        const std::vector<Part> halves = cut(step_, work.part, token_cost_, 2);
-        if (halves.size() == 2) {
-          list.give({halves[1], work.layer});
-          work.part = halves[0];
-        }
+      const std::vector<Part> halves = halves_of(work.part);
+      if (halves.size() == 2 && list.is_wanted()) {
+        list.give({halves[1], work.layer});
+        work.part = halves[0];
+      } else {
+        work.layer = advance(work, halves, list);
       }
-      work.layer = advance(work, list);
     }
   }
 
-  // Takes a part on until somebody has nothing to do; returns the layer that comes next.
-  int64_t advance(Work work, const WorkList& list) {
-    if (step_.tokens_of(work.part.first, work.part.last) >= MIN_HALVED_ROWS) {
-      const std::vector<Part> halves = cut(step_, work.part, token_cost_, 2);
-      if (halves.size() == 2) {
-        Group<Element> one(step_, halves[0], 1), two(step_, halves[1], 1);
-        if (each_has_one_task(one) && each_has_one_task(two)) return advance_in_turns(one, two, work.layer, list);
-      }
+  // A part in two, or itself where that would be uneven or too little.
+  std::vector<Part> halves_of(Part part) const {
+    if (step_.tokens_of(part.first, part.last) < MIN_PART_ROWS) return {part};
+    return cut(step_, part, token_cost_, 2);
+  }
+
+  // Takes a part on to the end, or until it has something to give to a thread that has nothing to do; returns the layer that
+  // comes next.
+  int64_t advance(Work work, const std::vector<Part>& halves, const WorkList& list) {
+    if (halves.size() == 2 && step_.tokens_of(work.part.first, work.part.last) >= MIN_HALVED_ROWS) {
+      Group<Element> one(step_, halves[0], 1), two(step_, halves[1], 1);
+      if (each_has_one_task(one) && each_has_one_task(two)) return advance_in_turns(one, two, work.layer, list);
     }
     Group<Element> group(step_, work.part, 1);
     int64_t layer = work.layer;
     do run_layer(group, layer++);
-    while (layer < count_ && !list.is_wanted());
+    while (layer < count_ && !(halves.size() == 2 && list.is_wanted()));
     return layer;
   }
 
@@ -242,6 +243,7 @@ class SharedStep {
         PendingAttention<Element> attention(one, layer, two.tokens(), two.ahead());
         if (i > from) two.after_attention(layers_[i - 1], {&layer.qkv}, &attention);
         two.before_attention(layer, {&layer.output}, &attention);
+        attention.finish();
       }
       const bool is_end = i + 1 == count_ || list.is_wanted();
       const DecoderLayer<Element>& next = layers_[is_end ? i : i + 1];
@@ -249,6 +251,7 @@ class SharedStep {
         PendingAttention<Element> attention(two, layer, one.tokens(), one.ahead());
         one.after_attention(layer, {is_end ? &layer.output : &next.qkv}, &attention);
         if (!is_end) one.before_attention(next, {&layer.output}, &attention);
+        attention.finish();
       }
       if (is_end) {
         two.after_attention(layer, {});
