@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ class Soak:
                 text = (await response.aread()).decode("utf-8", "replace")
                 raise AssertionError(f"status {response.status_code}: {text[:300]}")
             lines: list[str] = []
-            async for line in response.aiter_lines():
+            async for line in lines_of(response.aiter_text()):
                 lines.append(line)
                 if isinstance(plan.leaves_after, int) and len(lines) // 2 >= plan.leaves_after:
                     return True
@@ -320,6 +321,20 @@ class Soak:
         answers = await asyncio.gather(*(self._http.post(COMPLETIONS, json=body) for _ in range(ROOM)))
         refused = sum(answer.status_code != 200 for answer in answers)
         return [f"{refused} of {ROOM} requests were refused by an idle server"] if refused else []
+
+
+async def lines_of(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Lines as JSON and event streams have them, which end at a line feed only.
+
+    `aiter_lines` of httpx also breaks at U+0085, U+2028 and others, which may stand within a string of JSON.
+    """
+    rest = ""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 # ---- the process --------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from soak import NUM_CLIENTS, run_soak
+from soak import NUM_CLIENTS, lines_of, run_soak
 from traffic import Traffic
 
 
@@ -22,3 +25,18 @@ def test_the_mixture_depends_on_the_seed_alone() -> None:
         return [Traffic(seed, client).next() for client in range(NUM_CLIENTS)]
 
     assert plans(1) == plans(1) != plans(2)
+
+
+def test_a_line_of_an_answer_ends_at_a_line_feed_only() -> None:
+    """A text that is sampled may hold any character, so what reads it must not break at the rarer ones."""
+    text = json.dumps({"text": "a\u0085b\u2028c\u2029d\x7f"}, ensure_ascii=False)
+
+    async def lines(*pieces: str) -> list[str]:
+        async def arrive() -> AsyncIterator[str]:
+            for piece in pieces:
+                yield piece
+
+        return [line async for line in lines_of(arrive())]
+
+    assert asyncio.run(lines(text)) == [text]
+    assert asyncio.run(lines("da", "ta: 1\n", "\n" + text[:9], text[9:] + "\n")) == ["data: 1", "", text]
