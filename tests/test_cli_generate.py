@@ -102,6 +102,7 @@ def test_a_file_has_a_prompt_a_line(mini_vllm: CommandLine, model: Path, tmp_pat
     file.write_bytes("first line\r\n\n  second \u2028 line\n".encode())
     result = mini_vllm("generate", "-m", model, "--file", file, "--json", "--max-tokens", "1")
     assert [line["prompt"] for line in result.lines] == ["first line", "  second \u2028 line"]
+    assert len(result.stdout.splitlines()) == 2, "also for those who count more line breaks than \\n"
 
 
 def test_a_jsonl_file_has_texts_token_ids_and_messages(mini_vllm: CommandLine, model: Path, tmp_path: Path) -> None:

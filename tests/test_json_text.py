@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 import mini_vllm
+from mini_vllm.api.access_log import RequestLog, _JsonFormatter
+from mini_vllm.api.streaming import encode_event
 from mini_vllm.benchmark.workload_files import _parsed
 from mini_vllm.commands.prompts import collect_prompts
 from mini_vllm.errors import MiniVLLMError
-from mini_vllm.json_text import parse_json
+from mini_vllm.json_text import json_line, parse_json
 from mini_vllm.model.model_files import _read_json
 from mini_vllm.model.safetensors_source import _read_weight_map
 from mini_vllm.structured_outputs import StructuredOutputsParams
@@ -70,3 +73,34 @@ def test_nobody_reads_json_of_others_in_another_way() -> None:
     folder = Path(mini_vllm.__file__).parent
     calls = {path.name for path in folder.rglob("*.py") if "json.load" in path.read_text(encoding="utf-8")}
     assert calls <= ours
+
+
+# Everything at which `str.splitlines` breaks a line.
+LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\u0085\u2028\u2029"
+TEXT = f"é{LINE_BREAKS}龜 🫠"
+
+
+def access_log_line(text: str) -> str:
+    record = logging.LogRecord("mini_vllm.access", logging.INFO, "", 0, "", (), None)
+    record.request = RequestLog("id", "POST", "/v1/completions", prompt=text)
+    return _JsonFormatter().format(record)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json_line({"prompt": TEXT}),
+        access_log_line(TEXT),
+        encode_event({"prompt": TEXT}).decode().removeprefix("data: ").removesuffix("\n\n"),
+    ],
+    ids=["json_line", "access log", "event"],
+)
+def test_what_is_written_as_a_line_is_one_however_lines_are_counted(line: str) -> None:
+    assert line.splitlines() == [line]
+    assert json.loads(line)["prompt"] == TEXT
+    assert "é" in line and "龜 🫠" in line, "characters stay readable"
+
+
+def test_a_line_has_no_infinity() -> None:
+    with pytest.raises(ValueError, match="Out of range float values"):
+        json_line({"a": float("inf")})

@@ -10,7 +10,6 @@ In vLLM: uvicorn's access log and `vllm/entrypoints/logger.py`.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from mini_vllm.api.server_config import LogFormat
+from mini_vllm.json_text import json_line
 
 access_logger = logging.getLogger("mini_vllm.access")
 CLIENT_GONE = 499  # nginx's number for a client that closed the connection before its answer
@@ -107,4 +107,4 @@ class _JsonFormatter(logging.Formatter):
             entry["message"] = record.getMessage()
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return json_line(entry)

@@ -20,7 +20,6 @@ In vLLM: the stream generators in `vllm/entrypoints/openai/*/serving.py`.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
@@ -34,6 +33,7 @@ from mini_vllm.api.access_log import log_of
 from mini_vllm.api.disconnect import unless_gone
 from mini_vllm.api.errors import as_api_error
 from mini_vllm.api.generation import Generation, Piece
+from mini_vllm.json_text import json_line
 
 HEARTBEAT = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -112,12 +112,5 @@ class EventStream(Response):
 
 
 def encode_event(value: Mapping[str, Any]) -> bytes:
-    """One event, which is one line.
-
-    JSON escapes the line breaks of ASCII. The three others that Unicode has are none in an event stream, but clients
-    that take lines as Python's `splitlines` does would break there, so they are escaped as well.
-    """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    if not text.isascii():
-        text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return b"data: " + text.encode("utf-8") + b"\n\n"
+    """One event, which is one line."""
+    return b"data: " + json_line(value, separators=(",", ":")).encode("utf-8") + b"\n\n"

@@ -13,13 +13,12 @@ In vLLM: nothing.
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any, Protocol
 
 from mini_vllm.commands.figures import figures_of
 from mini_vllm.commands.prompts import GivenPrompt
 from mini_vllm.commands.terminal import Terminal
+from mini_vllm.json_text import json_line
 from mini_vllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 
@@ -95,8 +94,7 @@ class JsonWriter:
         while (final := self._finals.pop(self._current, None)) is not None:
             for choice in final.outputs:
                 line = {"index": self._current, "prompt": self._prompts[self._current], **_as_json(final, choice)}
-                json.dump(line, sys.stdout, ensure_ascii=False, allow_nan=False)
-                print(flush=True)
+                print(json_line(line), flush=True)
             self._current += 1
 
 
