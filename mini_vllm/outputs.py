@@ -135,7 +135,11 @@ class CompletionOutput:
 
     @property
     def delta_token_texts(self) -> list[str] | None:
-        """One entry a token of `delta_token_ids`, None unless logprobs were asked for."""
+        """One entry a token of `delta_token_ids`, None unless logprobs were asked for.
+
+        An abort or an error comes without a token. What was held back until then belongs to the last token, which has
+        been handed out: it is in `delta_text` and in the last entry of `token_texts`, and in no entry here.
+        """
         return self.answer.token_texts(self.start, self.end)
 
     @property

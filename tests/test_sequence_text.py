@@ -105,6 +105,17 @@ def test_merged_outputs_have_the_deltas_of_both(
         assert choice.delta_token_ids == [token for part in parts for token in part.delta_token_ids]
 
 
+def test_what_an_abort_finds_held_back_belongs_to_the_last_token() -> None:
+    fields = {"temperature": 0, "max_tokens": 9, "logprobs": 0}
+    outputs = outputs_of(list("a龜".encode())[:3], fields, abort_after=3)
+    last = outputs[-1].outputs[0]
+    assert (last.text, last.token_texts) == ("a\ufffd", ["a", "", "\ufffd"])
+    # That token is handed out, and the abort brought none whose text it could be.
+    assert (last.delta_text, last.delta_token_ids, last.delta_token_texts) == ("\ufffd", [], [])
+    merged = merge_outputs(outputs[-2], outputs[-1]).outputs[0]
+    assert (merged.delta_text, merged.delta_token_texts) == ("\ufffd", ["\ufffd"])
+
+
 def test_nothing_is_decoded_before_somebody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     piece_of_token = SequenceText._piece_of_token
