@@ -62,7 +62,7 @@ class SamplingParams:
         best_of: accepted where it equals n.
         temperature: logits are divided by it; 0 (and anything under 1e-5) takes the most likely token; up to 1e6.
         top_p: keep the most likely tokens until their probability reaches it, the crossing one included; in (0, 1].
-        top_k: keep the k most likely tokens; 0 and -1 keep all.
+        top_k: keep the k most likely tokens; 0 and -1 keep all, and so does any k from the vocabulary's size on.
         min_p: keep tokens with at least this share of the best one's probability; in [0, 1].
         repetition_penalty: logits of tokens in prompt and output are divided (positive) or multiplied (negative) by it;
             in [1e-6, 1e6] (Keskar et al. 2019, CTRL).
@@ -249,8 +249,7 @@ def _whole(name: str, value: Any, low: int, high: int = MAX_WHOLE) -> int:
         number = int(value)
         if low <= number <= high:
             return number
-    wanted = f"of {low} or more" if high == MAX_WHOLE else f"from {low} to {high}"
-    raise _refuse(name, value, f"a whole number {wanted}")
+    raise _refuse(name, value, f"a whole number from {low} to {'2**63 - 1' if high == MAX_WHOLE else high}")
 
 
 def _token_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
@@ -291,7 +290,7 @@ def _token_key(key: Any) -> int:
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= len(str(MAX_WHOLE)):
         key = int(key)
     if isinstance(key, bool) or not isinstance(key, numbers.Integral) or not 0 <= int(key) <= MAX_WHOLE:
-        raise _refuse("a key of logit_bias", key, "a token id, a whole number of 0 or more", param="logit_bias")
+        raise _refuse("a key of logit_bias", key, "a token id, a whole number from 0 to 2**63 - 1", param="logit_bias")
     return int(key)
 
 

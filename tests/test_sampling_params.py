@@ -117,6 +117,16 @@ def test_a_bad_value_is_refused_and_its_field_is_named(name: str, value: Any) ->
     assert len(str(error.value)) < 250
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "bounds"),
+    [("top_k", 2**63, "from -1 to 2**63 - 1"), ("max_tokens", -1, "from 0 to 2**63 - 1"), ("n", 129, "from 1 to 128")],
+)
+def test_a_whole_number_out_of_range_is_refused_with_both_bounds(name: str, value: int, bounds: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value) == f"{name} must be a whole number {bounds}; got {value}"
+
+
 ACCEPTED: list[tuple[str, Any, Any]] = [
     ("temperature", 0, 0.0),
     ("temperature", 2.5, 2.5),
