@@ -1,6 +1,7 @@
 """Three prompts to the default model, one after another, streaming: what `make demo` runs.
 
-The first run fetches the model (93 MB) and keeps it; every other one works offline and starts in seconds.
+The first run fetches the model (93 MB, unpacked 98 MB) and keeps it; every other one works offline and starts in
+seconds.
 """
 
 from __future__ import annotations

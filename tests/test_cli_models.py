@@ -34,7 +34,8 @@ def test_models_shows_known_names_that_are_not_here(mini_vllm: CommandLine) -> N
     result = mini_vllm("models")
     assert (result.exit_code, result.stderr) == (0, "")
     name = DEFAULT_MODEL
-    assert result.stdout == f"{name}    98.4 MB  not here yet (the default model): mini-vllm pull {name}\n"
+    where = f"not here yet (the default model), 92.9 MB to fetch: mini-vllm pull {name}"
+    assert result.stdout == f"{name}    98.4 MB  {where}\n"
 
 
 def test_models_shows_what_is_here_with_size_revision_and_place(mini_vllm: CommandLine, tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mini_vllm.config import DEFAULT_MODEL
+from mini_vllm.store.model_store import KNOWN_MODELS
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -40,6 +43,13 @@ def test_the_readme_has_commands_and_programs() -> None:
     assert {"make demo", "make test"} <= {
         line.split("  #")[0].strip() for b in blocks("bash") for line in b.splitlines()
     }
+
+
+@pytest.mark.parametrize("file", ["README.md", "examples/demo.py"])
+def test_the_sizes_of_the_model_are_those_that_the_commands_show(file: str) -> None:
+    source = KNOWN_MODELS[DEFAULT_MODEL]
+    sizes = f"({source.wheel_bytes / 1e6:.0f} MB, unpacked {source.file_bytes / 1e6:.0f} MB)"
+    assert sizes in (ROOT / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if " serve" not in c])

