@@ -55,6 +55,19 @@ def test_verbose_adds_the_log_and_the_figures_on_stderr_only(mini_vllm: CommandL
     assert result.stderr.endswith(" tokens/s, cut by max_tokens\n")
 
 
+def test_quiet_shows_no_warnings(mini_vllm: CommandLine, model: Path) -> None:
+    flags = ["generate", "-m", str(model), "hi", "--max-tokens", "5", "--num-kv-blocks", "4", *only(A)]
+    assert mini_vllm(*flags).stderr.startswith("warning: max_model_len")
+    quiet = mini_vllm(*flags, "-q")
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "aaaaa\n", "")
+
+
+def test_more_and_less_at_once_is_refused(mini_vllm: CommandLine, model: Path) -> None:
+    result = mini_vllm("generate", "-m", model, "hi", "-q", "-v")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --verbose shows more and --quiet shows less; leave one out\n"
+
+
 def test_without_max_tokens_a_prompt_is_continued_by_16(mini_vllm: CommandLine, model: Path) -> None:
     assert mini_vllm("generate", "-m", model, "hi", *only(A)).stdout == "a" * 16 + "\n"
 

@@ -3,7 +3,8 @@
 Where it stands: every command that runs a model makes one `Terminal` first.
 
                               stdout is a terminal     stdout is a pipe or a file
-    warnings, errors          yes                      yes
+    errors, pulls             yes                      yes
+    warnings                  yes, unless --quiet      yes, unless --quiet
     figures, notes, spinner   yes, unless --quiet      no, unless --verbose
     the log                   with --verbose           with --verbose
 
@@ -24,8 +25,10 @@ from typing import Annotated, TextIO
 
 import typer
 
+from mini_vllm.errors import InvalidConfigError
+
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's log and the figures on stderr.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no figures and notes, only answers and errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show answers and errors, no figures, notes or warnings.")]
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -73,12 +76,18 @@ class Terminal:
 
 
 def open_terminal(*, verbose: bool, quiet: bool) -> Terminal:
-    """Decide what is shown, and send the log of mini vLLM to stderr."""
+    """Decide what is shown, and send the log of mini vLLM to stderr.
+
+    Raises:
+        InvalidConfigError: it shall be both.
+    """
+    if verbose and quiet:
+        raise InvalidConfigError("--verbose shows more and --quiet shows less; leave one out", field="quiet")
     handler = logging.StreamHandler()
     handler.setFormatter(_LogFormatter())
     logger = logging.getLogger("mini_vllm")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.setLevel(logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING)
     return Terminal(shows_notes=verbose or (sys.stdout.isatty() and not quiet), has_colour=sys.stderr.isatty())
 
 
