@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mini_vllm.benchmark.equality import count_near_ties
 from mini_vllm.benchmark.ladder import bench_ladder, ladder_table, rungs
-from mini_vllm.benchmark.ladder_plot import plot_ladder
+from mini_vllm.benchmark.ladder_plot import chart_format, plot_ladder
 from mini_vllm.benchmark.latency import bench_latency, latency_table
 from mini_vllm.benchmark.options import LadderOptions, LatencyOptions
 from mini_vllm.benchmark.progress import BarProgress, Named, open_progress
@@ -464,10 +464,17 @@ def test_the_ladder_as_a_chart(ladder_report: dict[str, Any], tmp_path: Path, en
     assert (tmp_path / "again.svg").read_bytes() == content, "the same report must give the same file"
 
 
-@pytest.mark.parametrize("name", ["ladder.xyz", "missing/ladder.svg"])
-def test_a_chart_that_cannot_be_written_is_refused(ladder_report: dict[str, Any], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["ladder.xyz", "ladder", "ladder."])
+def test_a_chart_of_no_known_format_is_refused_with_those_that_there_are(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidConfigError, match=rf"one of .*\bpng, .*\bsvg, .*; got '{name}'"):
+        chart_format(tmp_path / name)
+    assert chart_format(tmp_path / "ladder.SVG") == "svg"
+
+
+def test_a_chart_that_cannot_be_written_is_refused(ladder_report: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ladder.svg").mkdir()
     with pytest.raises(InvalidConfigError, match="the chart cannot be written to"):
-        plot_ladder(ladder_report, tmp_path / name)
+        plot_ladder(ladder_report, tmp_path / "ladder.svg")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -549,3 +556,30 @@ def test_a_chart_without_matplotlib_is_refused_before_anything_runs(
     result = mini_vllm("bench", "ladder", "-m", model, "--plot", tmp_path / "ladder.svg")
     assert result.exit_code == 2
     assert "pip install 'mini-vllm[plot]'" in result.stderr
+
+
+COMMANDS = ("throughput", "latency", "serving", "ladder", "compare")
+FILES = [(command, flag) for command in COMMANDS for flag in ("--json", "--markdown")] + [("ladder", "--plot")]
+
+
+@pytest.mark.parametrize(("command", "flag"), FILES)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    mini_vllm: CommandLine, tmp_path: Path, command: str, flag: str
+) -> None:
+    (tmp_path / "a.svg").mkdir()
+    (tmp_path / "b").write_text("old")
+    model = ("--url", "http://127.0.0.1:9") if command == "serving" else ("-m", "no-such-model")
+    for file, reason in (("a.svg", "it is there and is no file"), ("b/c.svg", "Not a directory")):
+        result = mini_vllm("bench", command, *model, flag, tmp_path / file)
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"error: {flag[2:]} cannot be written to {tmp_path / file}: {reason}; choose another file\n"
+        )
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.svg", "b"]
+    assert (tmp_path / "b").read_text() == "old"
+
+
+def test_two_reports_in_one_file_are_refused(mini_vllm: CommandLine, tmp_path: Path) -> None:
+    result = mini_vllm("bench", "throughput", "--json", tmp_path / "a", "--markdown", tmp_path / "a")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: json and markdown are both ")

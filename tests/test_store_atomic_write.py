@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from store_helpers import everything_below
 
-from mini_vllm.store.atomic_write import atomic_directory, atomic_file
+from mini_vllm.store.atomic_write import atomic_directory, atomic_file, try_file
 
 
 def write_half(target: AbstractContextManager[Path]) -> None:
@@ -38,6 +38,31 @@ def test_a_file_replaces_the_one_before_and_an_error_leaves_that_one_as_it_was(t
     with atomic_file(target) as unfinished:
         unfinished.write_text("new")
     assert (target.read_text(), everything_below(tmp_path)) == ("new", ["a.txt"])
+
+
+def test_a_file_can_be_tried_without_a_trace(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    try_file(target)
+    try_file(tmp_path / "new" / "b.txt")
+    assert (target.read_text(), everything_below(tmp_path)) == ("old", ["a.txt"])
+
+
+@pytest.mark.parametrize("name", ["folder", "pipe", "file/a.txt", "x" * 250])
+def test_a_file_that_cannot_be_written_is_found_out_by_a_trial(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError):  # noqa: PT011  (each has a reason of its own)
+        try_file(tmp_path / name)
+    assert everything_below(tmp_path) == ["file", "folder", "pipe"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_found_out_by_a_trial(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        try_file(tmp_path / "a.txt")
 
 
 def test_a_folder_appears_under_its_name_only_when_the_block_has_ended(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_vllm.errors import InvalidConfigError
+from mini_vllm.store.atomic_write import atomic_file
 
 _COLOURS = ("#4477aa", "#228833", "#aa3377")  # of the three workloads; distinct also for the colour-blind
 
@@ -19,27 +20,33 @@ def _short(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
-def require_matplotlib() -> None:
-    """Say at the start, and not after minutes of measuring, that the chart cannot be drawn.
+def chart_format(path: Path) -> str:
+    """The format that a file's ending says. Asked at the start, and not after minutes of measuring.
 
     Raises:
-        InvalidConfigError: matplotlib is not installed.
+        InvalidConfigError: matplotlib is not installed, or does not know the format.
     """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib import figure
     except ImportError as error:
         raise InvalidConfigError(
             "--plot needs matplotlib: pip install 'mini-vllm[plot]', or leave --plot out", field="plot"
         ) from error
+    name, known = path.suffix[1:].lower(), sorted(figure.Figure().canvas.get_supported_filetypes())
+    if name not in known:
+        raise InvalidConfigError(
+            f"the ending of plot's file is its format, one of {', '.join(known)}; got {path.name!r}", field="plot"
+        )
+    return name
 
 
 def plot_ladder(report: dict[str, Any], path: Path) -> None:
-    """Draw the report; the file's ending says the format (`.svg`, `.png`).
+    """Draw the report; the file's ending says the format, such as `.svg`.
 
     Raises:
-        InvalidConfigError: matplotlib is not installed, or the file cannot be written.
+        InvalidConfigError: as `chart_format`, or the file cannot be written.
     """
-    require_matplotlib()
+    name = chart_format(path)
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -67,9 +74,9 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
         if place > 1:
             axes.set_yticklabels([])
     # Without a date and with fixed names the same report gives the same file, and a repository sees real changes only.
-    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    metadata = {"Date": None} if name == "svg" else {}
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "ladder"}):
-            figure.savefig(path, metadata=metadata)
-    except (OSError, ValueError) as error:
+        with matplotlib.rc_context({"svg.hashsalt": "ladder"}), atomic_file(path) as unfinished:
+            figure.savefig(unfinished, format=name, metadata=metadata)
+    except OSError as error:
         raise InvalidConfigError(f"the chart cannot be written to {path}: {error}", field="plot") from error

@@ -17,6 +17,7 @@ In vLLM: nothing.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -46,6 +47,23 @@ def atomic_file(target: Path) -> Iterator[Path]:
     finally:
         unfinished.unlink(missing_ok=True)
     _flush_folder(target.parent)
+
+
+def try_file(target: Path) -> None:
+    """See whether `atomic_file` could write this file, before the work is done that it shall hold.
+
+    An empty file is made where the unfinished one would be, or in the nearest folder that is there, and removed. The
+    target itself is not touched.
+
+    Raises:
+        OSError: it could not; so also where something stands that is no file, such as a folder or a device.
+    """
+    if target.exists() and not target.is_file():
+        raise FileExistsError(errno.EEXIST, "it is there and is no file", str(target))
+    folder = next(folder for folder in target.absolute().parents if folder.exists())
+    trial = _unfinished_name(folder / target.name)
+    trial.touch(exist_ok=False)
+    trial.unlink()
 
 
 @contextmanager
@@ -79,6 +97,10 @@ def _unfinished_path(target: Path) -> Path:
     """A new name beside the target, so that the rename stays within one file system."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
+    return _unfinished_name(target)
+
+
+def _unfinished_name(target: Path) -> Path:
     return target.with_name(f".{target.name}{_MARK}{uuid.uuid4().hex}")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mini_vllm.commands.dataclass_flags import FlagGroup
 from mini_vllm.config import EngineConfig
 from mini_vllm.errors import InvalidConfigError
+from mini_vllm.store.atomic_write import try_file
 
 if TYPE_CHECKING:
     from mini_vllm.benchmark.report import Table
@@ -25,7 +26,7 @@ ENGINE_FLAGS = FlagGroup(EngineConfig, without=frozenset({"seed"}))
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How often to measure, and where the report goes beside the table on standard output.
+    """How often to measure, and where the report goes beside the table on standard output. The files can be written.
 
     Args:
         repeats: runs after the warm-up; the median and the spread are of these.
@@ -40,6 +41,25 @@ class ReportOptions:
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise InvalidConfigError(f"repeats must be 1 or more, got {self.repeats}", field="repeats")
+        if self.json is not None and self.json == self.markdown:
+            raise InvalidConfigError(f"json and markdown are both {self.json}; give two files", field="markdown")
+        for name in ("json", "markdown"):
+            if (file := getattr(self, name)) is not None:
+                require_writable(name, Path(file))
+
+
+def require_writable(field: str, file: Path) -> None:
+    """Say at the start, and not after minutes of measuring, that a file cannot be written.
+
+    Raises:
+        InvalidConfigError: it cannot.
+    """
+    try:
+        try_file(file)
+    except OSError as error:
+        raise InvalidConfigError(
+            f"{field} cannot be written to {file}: {error.strerror or error}; choose another file", field=field
+        ) from error
 
 
 REPORT_FLAGS = FlagGroup(ReportOptions)
