@@ -12,10 +12,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from cli_helpers import CommandLine, build_cli_model
 from engine_doubles import ScriptedModel, byte_tokenizer, parts_for, tiny_transformer
 from torch import Tensor
 
+from mini_vllm.benchmark import ladder
 from mini_vllm.benchmark.equality import count_near_ties
 from mini_vllm.benchmark.ladder import bench_ladder, ladder_table, rungs
 from mini_vllm.benchmark.ladder_plot import chart_format, plot_ladder
@@ -271,8 +273,9 @@ def test_lengths_are_read_as_they_are_written() -> None:
     ["", "0", "5-3", "chat", "chat:0", "-4", "1.5", "9" * 5000, "10000001", "1-10000001", "chat:4,99", "chat:99999999"],
 )
 def test_lengths_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(InvalidConfigError, match="got"):
-        Lengths.parse(text)
+    with pytest.raises(InvalidConfigError, match=r"output_len .*got") as refused:
+        Lengths.parse(text, "output_len")
+    assert refused.value.field == "output_len"
 
 
 def test_lengths_stay_in_their_bounds_and_chats_have_their_median() -> None:
@@ -303,12 +306,34 @@ def test_a_prompts_file_has_texts_or_token_ids(tmp_path: Path) -> None:
     assert workload.items == (WorkItem((104, 105), 5), WorkItem((7, 8, 9), 4))
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": 3}', '{"prompt": []}', '{"prompt": "a", "max_tokens": 0}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": [1, 999]}',
+        '{"prompt": [-1, 5]}',
+        "{",
+        "[1]",
+        '{"prompt": 3}',
+        '{"prompt": []}',
+        '{"prompt": "a", "max_tokens": 0}',
+    ],
+)
 def test_a_wrong_line_of_a_prompts_file_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "hi"}\n' + line + "\n")
     with pytest.raises(InvalidConfigError, match="prompts_file, line 2: "):
         read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 9)
+
+
+def test_a_request_of_a_file_that_is_too_long_is_named_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hi"}\n\n{"prompt": "hi", "max_tokens": 5000}\n')
+    with pytest.raises(InvalidConfigError, match=r"prompts_file, line 3: a prompt of 2 tokens and an answer of 5,000"):
+        bench_throughput(
+            EngineConfig(num_kv_blocks=8),
+            lambda tokenizer: read_prompts_file(file, tokenizer, Lengths.parse("4"), 9),
+            load=tiny_parts,
+        )
 
 
 def test_of_a_long_prompts_file_some_are_drawn_in_its_order(tmp_path: Path) -> None:
@@ -428,6 +453,41 @@ def test_the_ladder_shows_memory_and_cache_hits(ladder_report: dict[str, Any]) -
     assert by_name["+ prefix cache", "shared prefix"]["num_cached_tokens"] == 3 * 32
 
 
+@pytest.mark.parametrize(
+    ("sizes", "origin"),
+    [
+        ({"output_len": "100"}, "prefix_len, input_len and output_len"),
+        ({"input_len": "100", "output_len": "40", "prefix_len": 1}, "input_len and output_len"),
+        ({"long_prompt_len": 200}, "long_prompt_len"),
+    ],
+)
+def test_lengths_of_any_rung_that_do_not_fit_are_refused_before_the_first_is_measured(
+    sizes: dict[str, Any], origin: str
+) -> None:
+    told = Told()
+    with pytest.raises(InvalidConfigError, match=rf"^{origin}: .* max_model_len is 128 here"):
+        bench_ladder(EngineConfig(), dataclasses.replace(TINY_LADDER, **sizes), load=tiny_parts, progress=told)
+    assert told.runs == []
+
+
+def test_all_pairs_of_a_sweep_fit_before_the_first_is_measured() -> None:
+    told, options = Told(), LatencyOptions(batch_sizes="1", input_len="8,5000", output_len=4)
+    with pytest.raises(InvalidConfigError, match=r"^input_len and output_len: a prompt of 5,000 tokens"):
+        bench_latency(EngineConfig(num_kv_blocks=8), options, load=tiny_parts, progress=told)
+    assert told.runs == []
+
+
+def test_one_slots_worth_of_blocks_holds_the_longest_sequence() -> None:
+    sizes = dataclasses.replace(TINY_LADDER, num_slots=1, max_model_len=120)
+    assert {rung.options["num_kv_blocks"] for rung in rungs(sizes, 16) if rung.options["cache"] == "paged"} == {8}
+
+
+def test_on_a_gpu_the_rungs_of_the_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "resolve_device", lambda _: torch.device("cuda"))
+    report = bench_ladder(EngineConfig(), TINY_LADDER, repeats=1, load=tiny_parts)
+    assert "the C++ kernels compute on the CPU" in report["header"]["skipped"]["+ fast kernels (mixed)"]
+
+
 def test_without_the_kernels_their_rungs_are_left_out_and_the_report_says_why() -> None:
     def load(config: EngineConfig) -> EngineParts:
         if config.kernels == "cpu":
@@ -533,7 +593,20 @@ def test_a_configuration_without_weights_can_be_measured(mini_vllm: CommandLine,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("throughput", "--input-len", "x"), "lengths are written 128, 32-256, chat:120 or chat:120,0.8"),
+        (("throughput", "--input-len", "x"), "input_len is written 128, 32-256, chat:120 or chat:120,0.8"),
+        (
+            ("ladder", "--output-len", "9-3"),
+            "output_len goes from 1 to 10,000,000 tokens, the smaller first, got",
+        ),
+        (
+            ("throughput", "--max-model-len", "64", "--input-len", "60", "--output-len", "5"),
+            "shared_prefix_len, input_len and output_len: a prompt of 60 tokens and an answer of 5 are 65, and "
+            "max_model_len is 64 here; shorten them, or raise max_model_len",
+        ),
+        (
+            ("ladder", "--dtype", "float16"),
+            "all rungs of the ladder run in one dtype, float32 or bfloat16, got 'float16'",
+        ),
         (("latency", "--batch-sizes", "1,0"), "batch_sizes is written 1,4,16"),
         (("latency", "--batch-sizes", "9" * 20), "batch_sizes is written 1,4,16"),
         (("latency", "--seed", "-1"), "seed must be 0 or more, got -1"),

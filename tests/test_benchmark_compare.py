@@ -123,10 +123,16 @@ def test_a_peer_that_brings_back_fewer_tokens_has_failed(report: dict[str, Any])
 
 
 def test_an_engine_of_ours_that_does_not_start_is_an_error(model: Path) -> None:
-    config = EngineConfig(model=str(model), **{**ENGINE, "max_model_len": 16, "num_kv_blocks": 2})
+    config = EngineConfig(model=str(model), **{**ENGINE, "num_kv_blocks": 1})
     options = CompareOptions(peer="url=http://127.0.0.1:9", **PHASES)
     with pytest.raises(BenchmarkError, match=r"this engine failed: exit code 1: .*InvalidRequestError"):
         bench_compare(config, options, SMALL, repeats=1)
+
+
+def test_a_phase_that_does_not_fit_is_refused_before_anything_runs(model: Path) -> None:
+    options = CompareOptions(**{**PHASES, "prefill_len": 64})
+    with pytest.raises(InvalidConfigError, match=r"^prefill_len: a prompt of 64 tokens and an answer of 1 are 65"):
+        bench_compare(EngineConfig(model=str(model), **ENGINE), options, SMALL)
 
 
 @pytest.mark.parametrize(

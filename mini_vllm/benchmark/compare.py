@@ -33,6 +33,7 @@ from mini_vllm.benchmark.report import Spread, Table, processor
 from mini_vllm.benchmark.workload import Lengths, Workload, synthetic_workload
 from mini_vllm.benchmark.workload_files import make_workload
 from mini_vllm.config import EngineConfig
+from mini_vllm.model.model_files import load_model_config
 from mini_vllm.store.model_store import ModelFiles, resolve_model
 from mini_vllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -59,6 +60,9 @@ def bench_compare(
     tokenizer, dtype = load_tokenizer(files), resolved_dtype(config, files)
     peers = [(peer, model_for(peer, files, dtype)) for peer in peers_of(options)]
     phases = phases_of(tokenizer, options, workload)
+    longest = config.max_model_len or load_model_config(files).max_position_embeddings
+    for phase in phases.values():
+        phase.check_fits(longest)
     job = _job(config, dtype, phases, repeats)
     progress.begin(OURS, len(peers) + 1)
     ours = _own_result(config, job, options.peer_timeout)
@@ -94,19 +98,21 @@ def bench_compare(
 def phases_of(tokenizer: Tokenizer, options: CompareOptions, workload: WorkloadOptions) -> dict[str, Workload]:
     """The three workloads."""
 
-    def random(count: int, input_len: int, output_len: int, seed: int) -> Workload:
+    def random(count: int, input_len: int, output_len: int, seed: int, origin: str) -> Workload:
         return synthetic_workload(
             tokenizer,
             num_requests=count,
             input_len=Lengths("fixed", input_len, input_len),
             output_len=Lengths("fixed", output_len, output_len),
             seed=seed,
+            origin=origin,
         )
 
+    lens = (options.stream_input_len, options.stream_output_len)
     return {
         MIXED: make_workload(workload, tokenizer),
-        ONE_STREAM: random(1, options.stream_input_len, options.stream_output_len, workload.seed + 1),
-        PREFILL: random(options.num_prefills, options.prefill_len, 1, workload.seed + 2),
+        ONE_STREAM: random(1, *lens, workload.seed + 1, "stream_input_len and stream_output_len"),
+        PREFILL: random(options.num_prefills, options.prefill_len, 1, workload.seed + 2, "prefill_len"),
     }
 
 
@@ -122,7 +128,6 @@ def resolved_dtype(config: EngineConfig, files: ModelFiles) -> str:
     """What this engine would compute in, for all engines to compute in."""
     from mini_vllm.model.device import resolve_device
     from mini_vllm.model.dtype import resolve_dtype
-    from mini_vllm.model.model_files import load_model_config
 
     device = resolve_device(config.device)
     choice = resolve_dtype(config.dtype, device, load_model_config(files).checkpoint_dtype)

@@ -14,7 +14,7 @@ Where it stands: `mini-vllm bench ladder`, `make bench`. Every rung is the real 
     + chunked prefill           long prompts        a long prompt is computed in pieces beside the running answers
     + fast kernels              each of the three   the same arithmetic in C++; all rungs before are plain PyTorch
 
-Where the kernels cannot be had (no compiler), their rungs are left out, and the report says why.
+Where the kernels cannot be had (no compiler, a GPU), their rungs are left out, and the report says why.
 
 The first two rungs take one request at a time and would take for ever, so they run the first few requests only; a
 figure per second is not hurt by that. Rungs with slots and rungs with blocks have the same memory for keys and values.
@@ -53,10 +53,13 @@ from mini_vllm.benchmark.runner import (
 )
 from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
 from mini_vllm.config import EngineConfig
-from mini_vllm.errors import KernelBuildError
+from mini_vllm.errors import InvalidConfigError, KernelBuildError
+from mini_vllm.model.device import resolve_device
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "bfloat16")  # those of the C++ kernels
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def rungs(size: LadderOptions, block_size: int) -> list[Rung]:
         "kernels": "none",
     }
     slots = {**plain, "cache": "contiguous", "num_kv_blocks": size.num_slots}
-    paged = {**plain, "cache": "paged", "num_kv_blocks": size.num_slots * size.max_model_len // block_size}
+    # Rounded up: one slot's worth of blocks holds the longest sequence, as the slot does.
+    paged = {**plain, "cache": "paged", "num_kv_blocks": -(-size.num_slots * size.max_model_len // block_size)}
     cached = {**paged, "enable_prefix_caching": True}
     chunked = {**cached, "enable_chunked_prefill": True, "max_num_batched_tokens": size.chunk}
     fast = {"kernels": "cpu"}
@@ -125,6 +129,7 @@ def workloads(tokenizer: Tokenizer, size: LadderOptions) -> dict[str, Workload]:
         output_len=Lengths("fixed", output_len.low, output_len.low),
         shared_prefix_len=size.prefix_len,
         seed=seed + 1,
+        origin="prefix_len, input_len and output_len",
     )
     # One request comes before the others: what is being computed in the same step cannot be shared yet.
     shared = Workload(shared.name, (shared.items[0], *(_late(item, 1) for item in shared.items[1:])), shared.seed)
@@ -147,6 +152,7 @@ def _long_prompts(tokenizer: Tokenizer, size: LadderOptions, seed: int) -> Workl
         input_len=Lengths("fixed", size.long_prompt_len, size.long_prompt_len),
         output_len=Lengths("fixed", 4, 4),
         seed=seed + 1,
+        origin="long_prompt_len",
     )
     apart = max(1, output_len.high // (size.num_long_prompts + 1))
     late = tuple(_late(item, apart * number) for number, item in enumerate(long.items, 1))
@@ -173,10 +179,16 @@ def bench_ladder(
 
     Raises:
         BenchmarkError: a run does not count, or two rungs disagree.
-        InvalidConfigError, InvalidRequestError: the sizes do not fit each other or the model.
+        InvalidConfigError: the sizes do not fit each other or the model, or the dtype is not one of all rungs.
     """
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype="float32")
+    if config.dtype not in _DTYPES:
+        raise InvalidConfigError(
+            f"all rungs of the ladder run in one dtype, {' or '.join(_DTYPES)}, got {config.dtype!r}; choose one of "
+            "these, or leave --dtype out",
+            field="dtype",
+        )
     ladder, climb = rungs(size, config.block_size), _Climb(config, size, repeats, load, clock)
     skipped: dict[str, str] = {}
     for number, rung in enumerate(ladder, 1):
@@ -207,6 +219,7 @@ class _Climb:
         self._repeats = repeats
         self._load = load
         self._clock = clock
+        self._workloads: dict[str, Workload] = {}
         self._references: dict[str, tuple[str, Answers]] = {}
         self.header: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
@@ -216,10 +229,17 @@ class _Climb:
 
         Raises:
             BenchmarkError: a run does not count, or its answers differ from those of the rung before.
+            InvalidConfigError: at the first rung, if a request of any is longer than max_model_len.
             KernelBuildError: it needs kernels that cannot be had.
         """
+        if rung.options["kernels"] == "cpu" and (device := resolve_device(self._config.device)).type != "cpu":
+            raise KernelBuildError(f"the C++ kernels compute on the CPU, and the ladder runs on {device}")
         bench = open_bench(dataclasses.replace(self._config, **rung.options), self._load, self._clock, progress)
-        workload = workloads(bench.engine.tokenizer, self._size)[rung.workload]
+        if not self._workloads:
+            self._workloads = workloads(bench.engine.tokenizer, self._size)
+            for one in self._workloads.values():  # all of them now, not each at its rung
+                one.check_fits(self._size.max_model_len)
+        workload = self._workloads[rung.workload]
         if rung.one_at_a_time:
             workload = workload.first(self._size.num_one_at_a_time)
         warm_up = workload.first(2).shortened(WARM_UP_TOKENS)

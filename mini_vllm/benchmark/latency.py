@@ -23,7 +23,6 @@ from mini_vllm.benchmark.records import RunRecord
 from mini_vllm.benchmark.report import Spread, Table, machine, percentile_cell, percentiles
 from mini_vllm.benchmark.runner import (
     WARM_UP_TOKENS,
-    Bench,
     Clock,
     PartsLoader,
     load_real_parts,
@@ -32,8 +31,9 @@ from mini_vllm.benchmark.runner import (
     settings_of,
 )
 from mini_vllm.benchmark.step_times import PARTS, StepTimes
-from mini_vllm.benchmark.workload import Lengths, synthetic_workload
+from mini_vllm.benchmark.workload import Lengths, Workload, synthetic_workload
 from mini_vllm.config import EngineConfig
+from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 
 def bench_latency(
@@ -49,12 +49,15 @@ def bench_latency(
 
     Raises:
         BenchmarkError: a run does not count.
-        InvalidConfigError, InvalidRequestError: the engine does not start, or the lengths do not fit it.
+        InvalidConfigError: the engine does not start, or the lengths do not fit it.
     """
     bench = open_bench(config, load, clock, progress)
+    pairs = [(pair, _workload(bench.engine.tokenizer, *pair, options)) for pair in options.pairs()]
+    for _, workload in pairs:
+        workload.check_fits(bench.engine.pool.max_model_len)
     results, num_cached_tokens = [], 0
-    for batch_size, input_len in options.pairs():
-        runs = _runs(bench, batch_size, input_len, options, repeats)
+    for (batch_size, input_len), workload in pairs:
+        runs = measure(bench, workload, repeats=repeats, warm_up=workload.shortened(WARM_UP_TOKENS))
         num_cached_tokens += runs[0].num_cached_tokens
         results.append({"batch_size": batch_size, "input_len": input_len, **latency_figures(runs)})
     header = {
@@ -71,15 +74,14 @@ def bench_latency(
     return {"benchmark": "latency", "header": header, "results": results}
 
 
-def _runs(bench: Bench, batch_size: int, input_len: int, options: LatencyOptions, repeats: int) -> list[RunRecord]:
-    workload = synthetic_workload(
-        bench.engine.tokenizer,
+def _workload(tokenizer: Tokenizer, batch_size: int, input_len: int, options: LatencyOptions) -> Workload:
+    return synthetic_workload(
+        tokenizer,
         num_requests=batch_size,
         input_len=Lengths("fixed", input_len, input_len),
         output_len=Lengths("fixed", options.output_len, options.output_len),
         seed=options.seed,
     )
-    return measure(bench, workload, repeats=repeats, warm_up=workload.shortened(WARM_UP_TOKENS))
 
 
 def latency_figures(runs: Sequence[RunRecord]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ class WorkloadOptions:
         _at_least("num_prompts", self.num_prompts, 1)
         _at_least("shared_prefix_len", self.shared_prefix_len, 0)
         _at_least("seed", self.seed, 0)  # Python's generator takes -1 for 1
-        Lengths.parse(self.input_len)
-        Lengths.parse(self.output_len)
+        Lengths.parse(self.input_len, "input_len")
+        Lengths.parse(self.output_len, "output_len")
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class LadderOptions:
         for name in (*numbers, "num_long_prompts", "chunk"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seed", self.seed, 0)
-        Lengths.parse(self.input_len)
-        Lengths.parse(self.output_len)
+        Lengths.parse(self.input_len, "input_len")
+        Lengths.parse(self.output_len, "output_len")
 
 
 # What the rungs and `LadderOptions` set themselves is no option of the engine here.

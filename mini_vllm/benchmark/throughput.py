@@ -31,10 +31,11 @@ def bench_throughput(
 
     Raises:
         BenchmarkError: a run does not count.
-        InvalidConfigError, InvalidRequestError: the engine does not start, or a prompt does not fit it.
+        InvalidConfigError: the engine does not start, or a request does not fit it.
     """
     bench = open_bench(config, load, clock, progress)
     workload = workload_of(bench.engine.tokenizer)
+    workload.check_fits(bench.engine.pool.max_model_len)
     runs = measure(bench, workload, repeats=repeats, warm_up=workload)
     header = {
         **machine(),

@@ -52,8 +52,11 @@ class Lengths:
     sigma: float = 0.0
 
     @staticmethod
-    def parse(text: str) -> Lengths:
+    def parse(text: str, name: str = "lengths") -> Lengths:
         """From `128`, `32-256` or `chat:120[,0.8]`.
+
+        Args:
+            name: of the option, for the message.
 
         Raises:
             InvalidConfigError: it is none of these, or a length is under 1.
@@ -69,13 +72,13 @@ class Lengths:
             lengths = Lengths("fixed" if low == high else "uniform", low, high)
         else:
             raise InvalidConfigError(
-                "lengths are written 128, 32-256, chat:120 or chat:120,0.8 (with a deviation under 10), "
+                f"{name} is written 128, 32-256, chat:120 or chat:120,0.8 (with a deviation under 10), "
                 f"got {text[:40]!r}",
-                field="lengths",
+                field=name,
             )
         if not 1 <= lengths.low <= lengths.high or lengths.low > _LONGEST or (plain and lengths.high > _LONGEST):
             raise InvalidConfigError(
-                f"lengths go from 1 to {_LONGEST:,} tokens, the smaller first, got {text[:40]!r}", field="lengths"
+                f"{name} goes from 1 to {_LONGEST:,} tokens, the smaller first, got {text[:40]!r}", field=name
             )
         return lengths
 
@@ -95,11 +98,13 @@ class WorkItem:
         prompt_token_ids: its prompt.
         num_output_tokens: exactly so many are generated; the end of sequence is ignored.
         arrives_after_steps: it is added once the engine has made this many steps of the run.
+        origin: what its lengths come from, for messages: options, or a place in a file.
     """
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
     arrives_after_steps: int = 0
+    origin: str = dataclasses.field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,22 @@ class Workload:
         """The first requests alone."""
         return Workload(f"{self.name}, the first {count}", self.items[:count], self.seed)
 
+    def check_fits(self, max_model_len: int) -> None:
+        """See, before any request runs, that none is longer than a sequence can be.
+
+        Raises:
+            InvalidConfigError: one is.
+        """
+        for item in self.items:
+            prompt_len, output_len = len(item.prompt_token_ids), item.num_output_tokens
+            if prompt_len + output_len > max_model_len:
+                raise InvalidConfigError(
+                    f"{item.origin}: a prompt of {prompt_len:,} tokens and an answer of {output_len:,} are "
+                    f"{prompt_len + output_len:,}, and max_model_len is {max_model_len:,} here; shorten them, or raise "
+                    "max_model_len where the model and the memory for keys and values allow it",
+                    field="max_model_len",
+                )
+
     def shortened(self, num_output_tokens: int) -> Workload:
         """The same prompts with at most so many tokens of output: a warm-up."""
         items = (
@@ -145,12 +166,14 @@ def synthetic_workload(
     output_len: Lengths,
     shared_prefix_len: int = 0,
     seed: int = 0,
+    origin: str = "input_len and output_len",
 ) -> Workload:
     """Random token ids of the model, none of them special.
 
     Args:
         input_len: of each prompt's own part, which comes after the shared one.
         shared_prefix_len: tokens at the beginning that all prompts have in common.
+        origin: the options that the lengths are those of, for messages.
     """
     if not 1 <= num_requests <= _MOST_REQUESTS:
         raise InvalidConfigError(
@@ -164,7 +187,7 @@ def synthetic_workload(
     ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
     shared = tuple(source.choices(ids, k=shared_prefix_len))
     items = tuple(
-        WorkItem(shared + tuple(source.choices(ids, k=input_len.draw(source))), output_len.draw(source))
+        WorkItem(shared + tuple(source.choices(ids, k=input_len.draw(source))), output_len.draw(source), origin=origin)
         for _ in range(num_requests)
     )
     prefix = f", {shared_prefix_len} tokens of prefix shared" if shared_prefix_len else ""

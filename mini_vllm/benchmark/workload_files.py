@@ -46,6 +46,7 @@ def make_workload(options: WorkloadOptions, tokenizer: Tokenizer) -> Workload:
         output_len=output_len,
         shared_prefix_len=options.shared_prefix_len,
         seed=options.seed,
+        origin="shared_prefix_len, input_len and output_len",
     )
 
 
@@ -87,10 +88,13 @@ def _item_of_line(line: str, where: str, tokenizer: Tokenizer, default_output_le
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
         raise _wrong(where, '"prompt" must be text or a list of token ids')
+    if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise _wrong(where, f"token id {wrong}, but the model's ids go from 0 to {tokenizer.vocab_size - 1}")
     wanted = record.get("max_tokens", default_output_len)
     if type(wanted) is not int or wanted < 1:
         raise _wrong(where, f'"max_tokens" must be 1 or more, got {wanted!r}')
-    return WorkItem(tuple(ids), wanted)
+    return WorkItem(tuple(ids), wanted, origin=_place(where))
 
 
 def _conversations(text: str, path: Path) -> list[Any]:
@@ -102,18 +106,18 @@ def _items_of_conversations(
     conversations: list[Any], order: list[int], path: Path, tokenizer: Tokenizer
 ) -> Iterator[WorkItem]:
     for place in order:
-        record = conversations[place]
+        record, where = conversations[place], f"entry {place + 1} of {path.name}"
         turns = record.get("conversations") if isinstance(record, dict) else None
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise _wrong(f"entry {place + 1} of {path.name}", '"conversations" must be a list of objects')
+            raise _wrong(where, '"conversations" must be a list of objects')
         if len(turns) < 2:
             continue
         texts = [turn.get("value") for turn in turns[:2]]
         if not all(isinstance(one, str) for one in texts):
-            raise _wrong(f"entry {place + 1} of {path.name}", '"value" must be text')
+            raise _wrong(where, '"value" must be text')
         prompt, answer = (tokenizer.encode(str(one)) for one in texts)
         if _fits(len(prompt), len(answer)):
-            yield WorkItem(tuple(prompt), len(answer))
+            yield WorkItem(tuple(prompt), len(answer), origin=_place(where))
 
 
 def _fits(prompt_len: int, output_len: int) -> bool:
@@ -132,5 +136,9 @@ def _parsed(text: str, where: str) -> Any:
         raise _wrong(where, f"this is not JSON: {error}") from error
 
 
+def _place(where: str) -> str:
+    return f"prompts_file, {where}"
+
+
 def _wrong(where: str, what: str) -> InvalidConfigError:
-    return InvalidConfigError(f"prompts_file, {where}: {what}", field="prompts_file")
+    return InvalidConfigError(f"{_place(where)}: {what}", field="prompts_file")
