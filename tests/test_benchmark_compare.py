@@ -15,7 +15,7 @@ from api_helpers import serving
 from cli_helpers import CommandLine, build_cli_model
 from engine_doubles import byte_tokenizer
 
-from mini_vllm.benchmark import peer_process
+from mini_vllm.benchmark import compare, peer_process
 from mini_vllm.benchmark.compare import bench_compare, compare_table, phases_of
 from mini_vllm.benchmark.options import CompareOptions, WorkloadOptions
 from mini_vllm.benchmark.peer_model import huggingface_directory
@@ -118,6 +118,14 @@ def test_a_peer_that_fails_has_its_last_words_in_the_table(report: dict[str, Any
     assert row_of(report, engine)[1] == f"failed: {message}"
 
 
+def test_a_long_error_is_short_in_its_cell_and_whole_below_the_table() -> None:
+    error = "exit code 1: ImportError: " + "no such module, " * 20 + "the end"
+    table = compare_table({"results": [{"engine": "vllm", "error": error}]})
+    assert table.rows[0][1] == "failed: exit code 1: ImportError: no such ..."
+    assert table.notes == (f"vllm failed: {error}",)
+    assert table.markdown().endswith(f"|\n\nvllm failed: {error}\n")
+
+
 def test_a_peer_that_brings_back_fewer_tokens_has_failed(report: dict[str, Any]) -> None:
     assert result_of(report, "vllm:short")["error"].startswith("1 tokens came back in mixed instead of")
 
@@ -141,11 +149,13 @@ def test_a_phase_that_does_not_fit_is_refused_before_anything_runs(model: Path) 
         ({"peer": "vllm"}, "peer is written NAME=VALUE, got 'vllm'"),
         ({"peer": "vllm='abc"}, "the command of peer 'vllm' cannot be read: No closing quotation"),
         ({"peer": "vllm= "}, "peer 'vllm' has no command; write vllm=/path/to/python"),
+        ({"peer": ["vllm=a", "vllm=b"]}, "peer gives 'vllm' twice, 'a' and 'b'; a name may go on after a colon"),
+        ({"peer": "url=http://"}, "a server's URL is written http://host:port"),
         ({"peer": "tgi=python"}, "peer must be one of vllm, transformers, openvino, llama-cpp, url, got 'tgi'"),
         ({"peer": "vllm=python", "peer_model": "openvino=x"}, "peer_model names 'openvino', which is no --peer"),
     ],
 )
-def test_wrong_peers_are_refused(fields: dict[str, str], message: str) -> None:
+def test_wrong_peers_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         peers_of(CompareOptions(**fields))
 
@@ -257,3 +267,14 @@ def test_the_command_shows_a_table_and_writes_a_file(
     assert (result.exit_code, result.stderr) == (0, "")
     assert "This engine and others" in result.stdout
     assert [one["engine"] for one in json.loads(file.read_text())["results"]] == ["mini-vllm", "transformers"]
+
+
+def test_a_peer_without_figures_makes_the_command_fail_after_its_table(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, model: Path
+) -> None:
+    failed = {"engine": "vllm", "error": "exit code 1: there is no such thing"}
+    monkeypatch.setattr(compare, "bench_compare", lambda *_, **__: {"header": {}, "results": [failed]})
+    result = CommandLine(monkeypatch, capfdbinary)("bench", "compare", "-m", model, "--peer", "vllm=python")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("\nvllm failed: exit code 1: there is no such thing\n")
+    assert result.stderr == "error: no figures from vllm; the reason stands below the table\n"

@@ -22,6 +22,7 @@ import asyncio
 import dataclasses
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from mini_vllm.store.model_store import ModelFiles, resolve_model
 from mini_vllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 OURS = "mini-vllm"
+_LONGEST_REASON = 40  # characters of a peer's error in its cell; all of it stands below the table
 MIXED, ONE_STREAM, PREFILL = "mixed", "one stream", "prefill"
 
 
@@ -195,12 +197,19 @@ def compare_table(report: Mapping[str, Any]) -> Table:
     for name in (MIXED, ONE_STREAM, PREFILL):
         columns += [f"{name}, tok/s", "ours / theirs"]
     rows = [_row(result) for result in report["results"]]
-    return Table("This engine and others", (*columns, "equal answers"), tuple(rows))
+    notes = [f"{label} failed: {error}" for label, error in failures(report).items()]
+    return Table("This engine and others", (*columns, "equal answers"), tuple(rows), tuple(notes))
+
+
+def failures(report: Mapping[str, Any]) -> dict[str, str]:
+    """The peers without figures, and why."""
+    return {one["engine"]: " ".join(one["error"].split()) for one in report["results"] if "error" in one}
 
 
 def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
     if "error" in result:
-        return (result["engine"], f"failed: {result['error']}", *["-"] * 8)
+        reason = textwrap.shorten(result["error"], _LONGEST_REASON, placeholder=" ...")
+        return (result["engine"], f"failed: {reason}", *["-"] * 8)
     start = result["first_token_seconds"]
     cells = [result["engine"], result["version"] or "-", "-" if start is None else f"{start:.1f}"]
     for name in (MIXED, ONE_STREAM, PREFILL):

@@ -35,7 +35,7 @@ from mini_vllm.store.model_store import ModelFiles
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 _MODULES = {"vllm": "vllm", "transformers": "transformers", "openvino": "openvino_genai", "llama-cpp": "llama_cpp"}
-_LONGEST_ERROR = 200  # characters of a peer's last words that are shown
+_LONGEST_ERROR = 1000  # characters of a peer's last words that are shown
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,30 @@ def peers_of(options: CompareOptions) -> list[Peer]:
     Raises:
         InvalidConfigError: a peer is not written NAME=COMMAND, or its name is not known.
     """
-    given = dict(_named("peer", text) for text in options.peer or ())
+    given = _named("peer", options.peer)
     if not given:
         given = {kind: sys.executable for kind, module in _MODULES.items() if importlib.util.find_spec(module)}
-    models = dict(_named("peer_model", text) for text in options.peer_model or ())
+    models = _named("peer_model", options.peer_model)
     if unknown := sorted(set(models) - set(given)):
         raise InvalidConfigError(f"peer_model names {unknown[0]!r}, which is no --peer", field="peer_model")
     return [_peer(label, command, models.get(label)) for label, command in given.items()]
 
 
-def _named(field: str, text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    if not name or not value:
-        raise InvalidConfigError(f"{field} is written NAME=VALUE, got {text!r}", field=field)
-    return name, value
+def _named(field: str, texts: Sequence[str] | None) -> dict[str, str]:
+    """The values by name of NAME=VALUE, NAME=VALUE, ..."""
+    values: dict[str, str] = {}
+    for text in texts or ():
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise InvalidConfigError(f"{field} is written NAME=VALUE, got {text!r}", field=field)
+        if name in values:
+            raise InvalidConfigError(
+                f"{field} gives {name!r} twice, {values[name]!r} and {value!r}; a name may go on after a colon: "
+                f"{name}:other",
+                field=field,
+            )
+        values[name] = value
+    return values
 
 
 def _peer(label: str, command: str, model: str | None) -> Peer:
@@ -82,6 +92,8 @@ def _peer(label: str, command: str, model: str | None) -> Peer:
     known = (*_MODULES, "url")
     if kind not in known:
         raise InvalidConfigError(f"peer must be one of {', '.join(known)}, got {label!r}", field="peer")
+    if kind == "url":
+        Server.at(command)  # now, and not after this engine was measured
     return Peer(label, kind, (command,) if kind == "url" else _words_of(command, label), model)
 
 

@@ -123,16 +123,22 @@ def write_markdown(path: Path, table: Table, header: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people; the first column names the row."""
+    """A table for people.
+
+    Args:
+        columns: the first one names the row.
+        notes: lines below the table, for what is too long for a cell.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
         lines = ["| " + " | ".join(self.columns) + " |", "|---" + "|---:" * (len(self.columns) - 1) + "|"]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
 
 
 def header_line(header: Mapping[str, Any]) -> str:
@@ -157,3 +163,5 @@ def print_table(table: Table, header: Mapping[str, Any]) -> None:
             console.width, shown.__rich_measure__(console, console.options.update(max_width=_WIDEST)).maximum
         )
     console.print(shown)
+    for note in table.notes:
+        console.print(note, soft_wrap=True)

@@ -35,10 +35,13 @@ def compare(
 
       mini-vllm bench compare --peer "vllm=env LD_PRELOAD=/usr/lib/libtcmalloc.so.4 /opt/vllm/bin/python"
     """
-    from mini_vllm.benchmark.compare import bench_compare, compare_table
+    from mini_vllm.benchmark.compare import bench_compare, compare_table, failures
     from mini_vllm.benchmark.progress import open_progress
+    from mini_vllm.benchmark.records import BenchmarkError
 
     terminal = open_terminal(verbose=verbose, quiet=quiet)
     with open_progress(is_shown=terminal.shows_progress) as progress:
         result = bench_compare(engine, others, workload, repeats=report.repeats, progress=progress)
     deliver(result, compare_table(result), report)
+    if failed := failures(result):
+        raise BenchmarkError(f"no figures from {', '.join(failed)}; the reason stands below the table")
