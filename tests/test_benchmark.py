@@ -22,7 +22,7 @@ from mini_vllm.benchmark.equality import count_near_ties
 from mini_vllm.benchmark.ladder import bench_ladder, ladder_table, rungs
 from mini_vllm.benchmark.ladder_plot import chart_format, plot_ladder
 from mini_vllm.benchmark.latency import bench_latency, latency_table
-from mini_vllm.benchmark.options import LadderOptions, LatencyOptions
+from mini_vllm.benchmark.options import LadderOptions, LatencyOptions, WorkloadOptions
 from mini_vllm.benchmark.progress import BarProgress, Named, open_progress
 from mini_vllm.benchmark.records import BenchmarkError, RequestRecord, RunRecord
 from mini_vllm.benchmark.report import Spread, percentiles, write_json
@@ -31,7 +31,7 @@ from mini_vllm.benchmark.runner import measure as measure_after_warm_up
 from mini_vllm.benchmark.step_times import StepObserver, StepTimes
 from mini_vllm.benchmark.throughput import bench_throughput, throughput_table
 from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
-from mini_vllm.benchmark.workload_files import read_prompts_file
+from mini_vllm.benchmark.workload_files import make_workload, read_prompts_file
 from mini_vllm.cache.block_manager import BlockStats
 from mini_vllm.config import EngineConfig
 from mini_vllm.engine import events
@@ -360,9 +360,17 @@ def test_of_a_sharegpt_file_the_question_is_the_prompt_and_the_answer_gives_the_
     records = [*unusable, *(conversation(question, "a" * length) for question, length in usable.items())]
     records += [{"id": "one turn", "conversations": [{"from": "human", "value": "alone"}]}]
     file.write_text(json.dumps(records))
-    items = read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 9).items
+    items = read_prompts_file(file, byte_tokenizer(), None, 9).items
     assert {bytes(item.prompt_token_ids).decode(): item.num_output_tokens for item in items} == usable
-    assert len(read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 2).items) == 2
+    assert len(read_prompts_file(file, byte_tokenizer(), None, 2).items) == 2
+    with pytest.raises(InvalidConfigError, match=r"output_len is of random prompts .* as prompts_file"):
+        make_workload(WorkloadOptions(prompts_file=str(file), output_len="4"), byte_tokenizer())
+
+
+@pytest.mark.parametrize("given", [{"input_len": "32-256"}, {"shared_prefix_len": 0}])
+def test_what_is_of_random_prompts_is_refused_beside_a_file(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfigError, match=f"{next(iter(given))} is of random prompts, and prompts_file has"):
+        WorkloadOptions(prompts_file="prompts.jsonl", **given)
 
 
 @pytest.mark.parametrize("entry", [3, {}, {"conversations": 3}, {"conversations": [{"value": 1}, {"value": "a"}]}])
@@ -370,7 +378,7 @@ def test_a_wrong_entry_of_a_sharegpt_file_is_named(tmp_path: Path, entry: Any) -
     file = tmp_path / "sharegpt.json"
     file.write_text(json.dumps([entry]))
     with pytest.raises(InvalidConfigError, match=r"prompts_file, entry 1 of sharegpt\.json"):
-        read_prompts_file(file, byte_tokenizer(), Lengths.parse("4"), 9)
+        read_prompts_file(file, byte_tokenizer(), None, 9)
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_poisson_arrivals_have_their_rate_and_come_again_with_the_seed() -> None
 
 
 def test_bursts_come_together_and_keep_the_rate() -> None:
-    options = ServingOptions(arrivals="burst", burst_size=4)
+    options = ServingOptions(request_rate="2", arrivals="burst", burst_size=4)
     assert arrival_times(10, 2.0, options, seed=0) == [0.0] * 4 + [2.0] * 4 + [4.0] * 2
 
 
@@ -97,6 +97,33 @@ def test_wrong_options_are_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidConfigError) as refused:
         ServingOptions(**{field: value})
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"burst_size": 4}, "burst_size=4 is of arrivals=burst, got arrivals=poisson"),
+        ({"arrivals": "burst"}, "arrivals=burst is of a finite request_rate, and inf sends all at once"),
+    ],
+)
+def test_options_that_mean_nothing_beside_another_are_refused_with_both_names(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        ServingOptions(**fields)
+
+
+@pytest.mark.parametrize("url", ["http://exämple.org", "http://x/é", "http://x/a b", "http://x/a\nb"])
+def test_a_url_that_cannot_be_sent_is_refused_with_what_to_write(url: str) -> None:
+    with pytest.raises(InvalidConfigError, match=r"a URL is sent as ASCII without spaces, .*xn--"):
+        bench_serving(ServingOptions(url=url), SMALL, byte_tokenizer())
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "key\n", "“key”"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(InvalidConfigError, match="api_key is sent in a header, as ASCII") as refused:
+        bench_serving(ServingOptions(api_key=key), SMALL, byte_tokenizer())
+    assert key not in str(refused.value)
 
 
 # ---- against the project's own server --------------------------------------------------------------------------------

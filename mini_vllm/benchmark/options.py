@@ -10,11 +10,15 @@ In vLLM: `add_cli_args` in each file of `vllm/benchmarks/`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mini_vllm.benchmark.workload import Lengths
 from mini_vllm.errors import InvalidConfigError
+
+DEFAULT_LEN = "32-256"  # tokens of prompts and of answers
+DEFAULT_BURST_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -23,26 +27,37 @@ class WorkloadOptions:
 
     Args:
         num_prompts: how many requests; of a file with more, so many are drawn.
-        input_len: prompt tokens: 128, 32-256, or chat:120 (log-normal with this median).
-        output_len: output tokens, written as input_len; for JSON lines those without a max_tokens of their own.
-        shared_prefix_len: tokens that all prompts begin with, before their own input_len.
+        input_len: prompt tokens: 128, 32-256, or chat:120 (log-normal with this median); None: 32-256.
+        output_len: output tokens, written as input_len; for JSON lines those without a max_tokens of their own. None:
+            32-256.
+        shared_prefix_len: tokens that all prompts begin with, before their own input_len; None: 0.
         prompts_file: instead of random prompts: JSON lines with "prompt" and "max_tokens", or a ShareGPT file.
         seed: of the random prompts, lengths and choices.
     """
 
     num_prompts: int = 64
-    input_len: str = "32-256"
-    output_len: str = "32-256"
-    shared_prefix_len: int = 0
+    input_len: str | None = None
+    output_len: str | None = None
+    shared_prefix_len: int | None = None
     prompts_file: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         _at_least("num_prompts", self.num_prompts, 1)
-        _at_least("shared_prefix_len", self.shared_prefix_len, 0)
+        _at_least("shared_prefix_len", self.shared_prefix_len or 0, 0)
         _at_least("seed", self.seed, 0)  # Python's generator takes -1 for 1
-        Lengths.parse(self.input_len, "input_len")
-        Lengths.parse(self.output_len, "output_len")
+        for name in ("input_len", "output_len"):
+            self.lengths(name)
+        for name in ("input_len", "shared_prefix_len"):
+            if self.prompts_file is not None and getattr(self, name) is not None:
+                raise InvalidConfigError(
+                    f"{name} is of random prompts, and prompts_file has its own; leave one out", field=name
+                )
+
+    def lengths(self, name: str) -> Lengths:
+        """Those of `input_len` or of `output_len`."""
+        text = getattr(self, name)
+        return Lengths.parse(DEFAULT_LEN if text is None else text, name)
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,7 @@ class ServingOptions:
         endpoint: completions (prompts as token ids) or chat (the same as text, in a message).
         request_rate: requests a second; several, such as 1,2,4, are a run each; inf sends all at once.
         arrivals: poisson (each on its own) or burst (in groups of burst_size at the same moment).
-        burst_size: requests of a burst.
+        burst_size: requests of a burst; None: 8.
         max_concurrency: most requests open at once; others wait at the client, and their clock runs. None: no limit.
         ttft_limit: seconds to the first token that still count as good.
         tpot_limit: seconds a token after the first that still count as good.
@@ -147,7 +162,7 @@ class ServingOptions:
     endpoint: str = "completions"
     request_rate: str = "inf"
     arrivals: str = "poisson"
-    burst_size: int = 8
+    burst_size: int | None = None
     max_concurrency: int | None = None
     ttft_limit: float = 1.0
     tpot_limit: float = 0.1
@@ -163,13 +178,31 @@ class ServingOptions:
                 raise InvalidConfigError(
                     f"{name} must be {' or '.join(choices)}, got {getattr(self, name)!r}", field=name
                 )
-        self.rates()
-        _at_least("burst_size", self.burst_size, 1)
+        self._check_arrivals()
         if self.max_concurrency is not None:
             _at_least("max_concurrency", self.max_concurrency, 1)
         for name in ("ttft_limit", "tpot_limit", "timeout"):
             if not getattr(self, name) > 0:
                 raise InvalidConfigError(f"{name} must be over 0 seconds, got {getattr(self, name)}", field=name)
+
+    def _check_arrivals(self) -> None:
+        """Settle `burst_size`: a number for bursts, else None."""
+        is_burst = self.arrivals == "burst"
+        if all(map(math.isinf, self.rates())) and is_burst:
+            raise InvalidConfigError(
+                f"arrivals=burst is of a finite request_rate, and {self.request_rate} sends all at once; give a "
+                "request_rate such as 4, or leave arrivals out",
+                field="arrivals",
+            )
+        if self.burst_size is None:
+            object.__setattr__(self, "burst_size", DEFAULT_BURST_SIZE if is_burst else None)
+            return
+        _at_least("burst_size", self.burst_size, 1)
+        if not is_burst:
+            raise InvalidConfigError(
+                f"burst_size={self.burst_size} is of arrivals=burst, got arrivals={self.arrivals}; change one",
+                field="burst_size",
+            )
 
     def rates(self) -> list[float]:
         """Requests a second of each run; infinite for all at once."""

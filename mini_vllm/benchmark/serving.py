@@ -43,7 +43,7 @@ def arrival_times(count: int, rate: float, options: ServingOptions, seed: int) -
     """
     if math.isinf(rate):
         return [0.0] * count
-    if options.arrivals == "burst":
+    if options.burst_size is not None:  # arrivals=burst
         return [place // options.burst_size * options.burst_size / rate for place in range(count)]
     source, now, times = random.Random(seed), 0.0, []
     for _ in range(count):

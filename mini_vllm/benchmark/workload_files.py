@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mini_vllm.benchmark.options import WorkloadOptions
+from mini_vllm.benchmark.options import DEFAULT_LEN, WorkloadOptions
 from mini_vllm.benchmark.workload import Lengths, WorkItem, Workload, synthetic_workload
 from mini_vllm.errors import InvalidConfigError
 from mini_vllm.json_text import parse_json
@@ -36,24 +36,27 @@ def make_workload(options: WorkloadOptions, tokenizer: Tokenizer) -> Workload:
     Raises:
         InvalidConfigError: the file cannot be read, or an entry is not of the form above.
     """
-    output_len = Lengths.parse(options.output_len)
     if options.prompts_file is not None:
+        output_len = None if options.output_len is None else options.lengths("output_len")
         return read_prompts_file(Path(options.prompts_file), tokenizer, output_len, options.num_prompts, options.seed)
     return synthetic_workload(
         tokenizer,
         num_requests=options.num_prompts,
-        input_len=Lengths.parse(options.input_len),
-        output_len=output_len,
-        shared_prefix_len=options.shared_prefix_len,
+        input_len=options.lengths("input_len"),
+        output_len=options.lengths("output_len"),
+        shared_prefix_len=options.shared_prefix_len or 0,
         seed=options.seed,
         origin="shared_prefix_len, input_len and output_len",
     )
 
 
 def read_prompts_file(
-    path: Path, tokenizer: Tokenizer, default_output_len: Lengths, num_prompts: int, seed: int = 0
+    path: Path, tokenizer: Tokenizer, output_len: Lengths | None, num_prompts: int, seed: int = 0
 ) -> Workload:
     """The prompts of a file, at most `num_prompts` of them, in the file's order.
+
+    Args:
+        output_len: of JSON lines without a max_tokens; None takes the default.
 
     Raises:
         InvalidConfigError: the file cannot be read, or an entry is something else; it names the place.
@@ -64,12 +67,19 @@ def read_prompts_file(
         raise InvalidConfigError(f"the prompts file {path} cannot be read: {error}", field="prompts_file") from error
     source = random.Random(seed)
     if text.lstrip().startswith("["):
+        if output_len is not None:
+            raise InvalidConfigError(
+                f"output_len is of random prompts and JSON lines; the answers of {path.name}, a ShareGPT file given as "
+                "prompts_file, have lengths of their own; leave output_len out",
+                field="output_len",
+            )
         conversations = _conversations(text, path)
         # Only as many as are needed go through the tokenizer: such files have some 90,000.
         order = source.sample(range(len(conversations)), len(conversations))
         items = _first(_items_of_conversations(conversations, order, path, tokenizer), num_prompts)
     else:
-        items = [_item_of_line(line, where, tokenizer, default_output_len.draw(source)) for where, line in _lines(text)]
+        lens = output_len or Lengths.parse(DEFAULT_LEN)
+        items = [_item_of_line(line, where, tokenizer, lens.draw(source)) for where, line in _lines(text)]
         chosen = sorted(source.sample(range(len(items)), min(num_prompts, len(items))))
         items = [items[place] for place in chosen]
     if not items:
