@@ -210,6 +210,24 @@ def test_a_prompt_over_the_context_is_refused_with_its_number(mini_vllm: Command
     assert result.stderr.startswith("error: prompt 2 of 2: the prompt has 3000 tokens, and the context holds 2048")
 
 
+@pytest.mark.parametrize(
+    ("line", "flags", "message"),
+    [
+        ('{"prompt": [5, 999]}', (), "prompt holds token id 999, but the model's ids go from 0 to 256"),
+        (f'{{"prompt": "{"x" * 3000}"}}', (), "the prompt has 3000 tokens, and the context holds 2048"),
+        ('{"prompt": [5]}', ("--chat",), "token ids cannot be sent as a chat message"),
+    ],
+)
+def test_a_prompt_of_a_file_that_is_refused_is_named_by_its_line(
+    mini_vllm: CommandLine, model: Path, tmp_path: Path, line: str, flags: tuple[str, ...], message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n\n' + line)
+    result = mini_vllm("generate", "-m", model, "--file", file, *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: line 3 of {file}: {message}")
+
+
 @pytest.mark.parametrize("line", ["{", '"text"', '{"text": "a"}', '{"prompt": ["a"]}', '{"prompt": ""}'])
 def test_a_line_that_is_no_prompt_is_named(mini_vllm: CommandLine, tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -244,8 +262,8 @@ def test_a_failed_computation_is_told_and_the_others_are_answered(capsys: pytest
 
     def run(writer: AnswerWriter) -> str:
         engine = make_engine(ScriptedModel(script))  # type: ignore[arg-type]
-        (error,) = run_prompts(engine, ["bad", "ok"], SamplingParams(temperature=0), writer)
-        assert error.startswith("prompt 1 of 2: ")
+        (error,) = run_prompts(engine, {"line 3": "bad", "line 5": "ok"}, SamplingParams(temperature=0), writer)
+        assert error.startswith("line 3: ")
         return capsys.readouterr().out
 
     assert run(TextWriter(2, 1, Terminal(shows_notes=False, has_colour=False))) == "\nyes\n"

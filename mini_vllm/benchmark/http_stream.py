@@ -29,7 +29,7 @@ _LONGEST_ERROR = 300  # characters of an error body that are shown
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-def is_sendable(text: str) -> bool:
+def _is_sendable(text: str) -> bool:
     """Whether it can stand in the head of a request."""
     return text.isascii() and text.isprintable()
 
@@ -61,13 +61,13 @@ class Server:
         Raises:
             InvalidConfigError: it is no URL of a server, or it or the key cannot be sent.
         """
-        if not is_sendable(url) or " " in url:
+        if not _is_sendable(url) or " " in url:
             raise InvalidConfigError(
                 f"a URL is sent as ASCII without spaces, got {url!r}; write what is else in its path as %C3%A9, in a "
                 "host name as xn--...",
                 field="url",
             )
-        if api_key is not None and not is_sendable(api_key):
+        if api_key is not None and not _is_sendable(api_key):
             raise InvalidConfigError(
                 "api_key is sent in a header, as ASCII that can be printed, and holds something else; see that it was "
                 "copied whole and alone",

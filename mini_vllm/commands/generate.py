@@ -11,7 +11,7 @@ In vLLM: `CompleteCommand` in `vllm/entrypoints/cli/openai.py`, a client of a se
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,9 +84,9 @@ def generate(
     if not as_json and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         raise InvalidRequestError("log-probabilities are shown in JSON only; add --json", param="logprobs")
     sampling = dataclasses.replace(sampling, structured_outputs=_form(json_schema, regex))
-    sent = [as_chat(prompt, system) for prompt in given] if chat else given
+    sent = {place: as_chat(prompt, system, place) for place, prompt in given.items()} if chat else given
     terminal = open_terminal(verbose=verbose, quiet=quiet)
-    writer: AnswerWriter = JsonWriter(given) if as_json else TextWriter(len(given), sampling.n, terminal)
+    writer: AnswerWriter = JsonWriter(list(given.values())) if as_json else TextWriter(len(given), sampling.n, terminal)
     # Memory for keys and values is kept for max_num_seqs sequences: for no more than there are.
     engine = dataclasses.replace(engine, max_num_seqs=min(engine.max_num_seqs, len(given) * sampling.n))
     errors = run_prompts(start_engine(engine, terminal), sent, sampling, writer)
@@ -116,9 +116,12 @@ def _form(json_schema: Path | None, regex: str | None) -> StructuredOutputsParam
 
 
 def run_prompts(
-    engine: LLMEngine, prompts: Sequence[GivenPrompt], sampling: SamplingParams, writer: AnswerWriter
+    engine: LLMEngine, prompts: Mapping[str, GivenPrompt], sampling: SamplingParams, writer: AnswerWriter
 ) -> list[str]:
     """Answer all prompts together.
+
+    Args:
+        prompts: by their places, which errors name.
 
     Returns:
         What went wrong with those whose computation failed.
@@ -127,16 +130,17 @@ def run_prompts(
         InvalidRequestError: a prompt is refused; then none is answered.
     """
     index_of: dict[str, int] = {}
-    for index, prompt in enumerate(prompts):
+    places = list(prompts)
+    for index, (place, prompt) in enumerate(prompts.items()):
         try:
             index_of[engine.add_request(prompt, sampling)] = index
         except InvalidRequestError as error:
-            where = f"prompt {index + 1} of {len(prompts)}: " if len(prompts) > 1 else ""
+            where = f"{place}: " if len(prompts) > 1 else ""
             raise InvalidRequestError(f"{where}{error}", param=error.param) from error
     errors: list[str] = []
     while engine.has_unfinished_requests():
         for output in engine.step():
             writer.push(index_of[output.request_id], output)
             if output.error is not None and output.finished:
-                errors.append(f"prompt {index_of[output.request_id] + 1} of {len(prompts)}: {output.error}")
+                errors.append(f"{places[index_of[output.request_id]]}: {output.error}")
     return errors

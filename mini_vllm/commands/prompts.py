@@ -22,8 +22,11 @@ from mini_vllm.json_text import parse_json
 GivenPrompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
 
-def collect_prompts(arguments: list[str], file: Path | None) -> list[GivenPrompt]:
+def collect_prompts(arguments: list[str], file: Path | None) -> dict[str, GivenPrompt]:
     """Read the prompts, from one source.
+
+    Returns:
+        Them in their order, each by its place: `prompt 2 of 3`, or `line 5 of FILE`.
 
     Raises:
         InvalidRequestError: no source or two, nothing in it, or a part of it that cannot be read.
@@ -35,24 +38,27 @@ def collect_prompts(arguments: list[str], file: Path | None) -> list[GivenPrompt
     if "-" in arguments:
         if len(arguments) > 1:
             raise InvalidRequestError("'-' reads standard input and is then the only prompt", param="prompt")
-        return [_from_stdin()]
+        return {"standard input": _from_stdin()}
     if not arguments:
         raise InvalidRequestError("no prompt; give one or more, or - for standard input, or --file", param="prompt")
-    return list(arguments)
+    return {f"prompt {number} of {len(arguments)}": text for number, text in enumerate(arguments, 1)}
 
 
-def as_chat(prompt: GivenPrompt, system: str | None) -> list[dict[str, Any]]:
+def as_chat(prompt: GivenPrompt, system: str | None, place: str) -> list[dict[str, Any]]:
     """A text as the message of a user; messages stay what they are.
 
     Args:
         system: a system message to go before it.
+        place: where the prompt stands, for the message.
     """
     if isinstance(prompt, str):
         before = [] if system is None else [{"role": "system", "content": system}]
         return [*before, {"role": "user", "content": prompt}]
     messages = [item for item in prompt if isinstance(item, dict)]
     if not messages:
-        raise InvalidRequestError("token ids cannot be sent as a chat message; leave --chat out", param="prompt")
+        raise InvalidRequestError(
+            f"{place}: token ids cannot be sent as a chat message; leave --chat out", param="prompt"
+        )
     return messages
 
 
@@ -64,18 +70,18 @@ def _from_stdin() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _from_file(file: Path) -> list[GivenPrompt]:
+def _from_file(file: Path) -> dict[str, GivenPrompt]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"{file} cannot be read: {error}", param="prompt") from error
     # Not splitlines: it also splits at characters such as U+2028, which JSON and prompts may hold.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = {f"line {number} of {file}": line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
     if not lines:
         raise InvalidRequestError(f"{file} holds no prompts", param="prompt")
     if file.suffix == ".jsonl":
-        return [_from_json(line, f"line {number} of {file}") for number, line in lines]
-    return [line.removesuffix("\r") for _, line in lines]
+        return {place: _from_json(line, place) for place, line in lines.items()}
+    return {place: line.removesuffix("\r") for place, line in lines.items()}
 
 
 def _from_json(line: str, where: str) -> GivenPrompt:
