@@ -77,23 +77,24 @@ def bench_compare(
         else:
             result = run_process(peer.command, {**job, "engine": peer.kind, "model": model}, options.peer_timeout)
         results.append({"engine": peer.label, **result})
-    header = {
-        **processor(),
-        "model": files.name,
-        "dtype": dtype,
-        "threads": job["threads"],
-        "workload": phases[MIXED].name,
-        "one_stream": f"{options.stream_input_len} in, {options.stream_output_len} out",
-        "prefill": f"{options.num_prefills} x {options.prefill_len}",
-        "seed": workload.seed,
-        "repeats": repeats,
-        "prefix_caching": False,
-        "ignore_eos": True,
-    }
+    header = _header(options, workload, phases[MIXED])
+    header |= {"model": files.name, "dtype": dtype, "threads": job["threads"], "repeats": repeats}
     return {
         "benchmark": "compare",
         "header": header,
         "results": [_figures(one, ours, job["phases"]) for one in results],
+    }
+
+
+def _header(options: CompareOptions, workload: WorkloadOptions, mixed: Workload) -> dict[str, Any]:
+    return {
+        **processor(),
+        "workload": mixed.name,
+        "one_stream": f"{options.stream_input_len} in, {options.stream_output_len} out",
+        "prefill": f"{options.num_prefills} x {options.prefill_len}",
+        "seed": workload.seed,
+        "prefix_caching": False,
+        "ignore_eos": True,
     }
 
 

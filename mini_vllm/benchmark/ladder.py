@@ -181,15 +181,7 @@ def bench_ladder(
         BenchmarkError: a run does not count, or two rungs disagree.
         InvalidConfigError: the sizes do not fit each other or the model, or the dtype is not one of all rungs.
     """
-    if config.dtype == "auto":
-        config = dataclasses.replace(config, dtype="float32")
-    if config.dtype not in _DTYPES:
-        raise InvalidConfigError(
-            f"all rungs of the ladder run in one dtype, {' or '.join(_DTYPES)}, got {config.dtype!r}; choose one of "
-            "these, or leave --dtype out",
-            field="dtype",
-        )
-    ladder, climb = rungs(size, config.block_size), _Climb(config, size, repeats, load, clock)
+    ladder, climb = rungs(size, config.block_size), _Climb(_in_one_dtype(config), size, repeats, load, clock)
     skipped: dict[str, str] = {}
     for number, rung in enumerate(ladder, 1):
         title = f"{number} of {len(ladder)}: {rung.name}"
@@ -204,6 +196,19 @@ def bench_ladder(
     header |= {"size": dataclasses.asdict(size), "skipped": skipped or None}
     header["prefix_cache_hit_tokens"] = sum(result["num_cached_tokens"] for result in climb.results)
     return {"benchmark": "ladder", "header": header, "results": climb.results}
+
+
+def _in_one_dtype(config: EngineConfig) -> EngineConfig:
+    """The config in a dtype that every rung can: float32 unless another is asked for."""
+    if config.dtype == "auto":
+        return dataclasses.replace(config, dtype="float32")
+    if config.dtype not in _DTYPES:
+        raise InvalidConfigError(
+            f"all rungs of the ladder run in one dtype, {' or '.join(_DTYPES)}, got {config.dtype!r}; choose one of "
+            "these, or leave --dtype out",
+            field="dtype",
+        )
+    return config
 
 
 class _Climb:
