@@ -10,7 +10,8 @@
 //
 // What one thread does at a time, a task: up to 48 rows that share a key head, or those of all key heads where they are so
 // few together. A "row" is one query of one query head. With three query heads a key head 48 rows are 16 queries. Rows are
-// multiplied six together, a "group of rows"; a "block" is always one of the cache. Keys come in tiles of 64, at absolute positions 0, 64, 128, ...:
+// multiplied six together, a "group of rows"; a "block" is always one of the cache. Keys come in tiles of 64, at absolute
+// positions 0, 64, 128, ...:
 //
 //            tile 0      tile 1      tile 2
 //   row 0   |###########|####       |           |      # seen    (causal: up to the query's own position; a window
@@ -99,7 +100,7 @@ void write_token(const AttentionArguments<Element>& a, int64_t token, int64_t fi
 // What a thread needs to work on a task; kept between tasks, since its size depends on the layer only.
 template <class Element>
 struct AttentionScratch {
-  std::vector<Element> queries;        // interleaved by groups of rows: [width / W][rows][W]
+  std::vector<Element> queries;        // [rows][width]
   std::vector<Element> probabilities;  // of one group of rows: [rows][TILE]
   std::vector<Element> keys, values;   // a tile copied together, for short blocks only
   std::vector<float> outputs;          // [rows][width]
@@ -165,11 +166,10 @@ void multiply_keys(const Element* queries, const Tile<Element>& tile, const Tile
     for (int j = 0; j < 4; j++) __builtin_prefetch(next.keys[j] + d * LANES, 0, 2);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
-      const auto spread = S::spread(queries + r * S::WIDTH);
+      const auto spread = S::spread(queries + r * width + d);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) sums[r][j] = S::dot(spread, keys[j], sums[r][j]);
     }
-    queries += ROWS * S::WIDTH;
     k0 += LANES * S::WIDTH, k1 += LANES * S::WIDTH, k2 += LANES * S::WIDTH, k3 += LANES * S::WIDTH;
   }
 #pragma GCC unroll 6
@@ -228,25 +228,32 @@ struct Seen {
   }
 };
 
-// The scores of some rows and a tile become probabilities, and the rows' running maxima and sums move on. Scores are in
-// powers of two, exp(s) = 2^(s log2 e), for the processor's numbers are. MASKED: some row does not see the whole tile.
+// Gemma 2's cap: what a score s becomes is tanh(s scale / cap) cap. Left out is the last factor.
+template <int ROWS>
+void cap(float (*scores)[TILE], float factor) {
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < TILE; j += LANES) store(scores[r] + j, tanh(load(scores[r] + j) * factor));
+}
+
+// The scores of some rows and a tile become probabilities, and the rows' running maxima and sums move on. Scores times
+// `power_of_two` are powers of two, exp(s) = 2^(s log2 e), for the processor's numbers are. MASKED: some row does not see
+// the whole tile.
 template <int ROWS, bool MASKED, class Element>
 void softmax(const AttentionArguments<Element>& a, float (*scores)[TILE], int64_t start, int64_t row,
              AttentionScratch<Element>& scratch) {
-  constexpr int VECTORS = TILE / LANES;
   constexpr float LOG2_E = 1.44269504f;
+  if (a.softcap > 0) cap<ROWS>(scores, a.scale / a.softcap);
+  const float power_of_two = (a.softcap > 0 ? a.softcap : a.scale) * LOG2_E;
   float before[LANES] = {}, now[LANES] = {};
   for (int r = 0; r < ROWS; r++) {
     const Seen seen(scratch.positions[row + r], start, a.window);
     Floats best = broadcast(-INFINITE);
-    for (int j = 0; j < VECTORS; j++) {
-      Floats score = load(scores[r] + j * LANES) * (a.softcap > 0 ? a.scale : a.scale * LOG2_E);
-      if (a.softcap > 0) score = tanh(score / a.softcap) * (a.softcap * LOG2_E);
-      if (MASKED) score = seen(j) ? score : broadcast(-INFINITE);
-      store(scores[r] + j * LANES, score);
+    for (int j = 0; j < TILE / LANES; j++) {
+      Floats score = load(scores[r] + j * LANES);
+      if (MASKED) store(scores[r] + j * LANES, score = seen(j) ? score : broadcast(-INFINITE));
       best = max(best, score);
     }
-    const float maximum = std::max(scratch.maxima[row + r], horizontal_max(best));
+    const float maximum = std::max(scratch.maxima[row + r], horizontal_max(best) * power_of_two);
     now[r] = maximum == -INFINITE ? 0.0f : maximum;  // nothing seen yet: any number will do
     before[r] = scratch.maxima[row + r];
     scratch.maxima[row + r] = maximum;
@@ -255,14 +262,15 @@ void softmax(const AttentionArguments<Element>& a, float (*scores)[TILE], int64_
   store(factors, exp2_of_negative(load(before) - load(now)));
   for (int r = 0; r < ROWS; r++) {
     const Seen seen(scratch.positions[row + r], start, a.window);
-    Floats sum = scratch.sums[row + r] * factors[r];
-    for (int j = 0; j < VECTORS; j++) {
-      Floats probability = exp2_of_negative(load(scores[r] + j * LANES) - now[r]);
+    Floats sum{};
+    for (int j = 0; j < TILE / LANES; j++) {
+      const Floats score = load(scores[r] + j * LANES);
+      Floats probability = exp2_of_negative(fused_multiply_add(score, broadcast(power_of_two), broadcast(-now[r])));
       if (MASKED) probability = seen(j) ? probability : Floats{};
       sum += probability;
       store(scratch.probabilities.data() + r * TILE + j * LANES, probability);
     }
-    scratch.sums[row + r] = sum;
+    scratch.sums[row + r] = scratch.sums[row + r] * factors[r] + sum;
     scratch.factors[row + r] = factors[r];
   }
 }
@@ -330,12 +338,11 @@ struct TaskRows {
   }
 };
 
-// Makes room, and lays the queries down as `multiply_keys` reads them.
+// Makes room, and lays the queries down side by side, padded with zeros.
 template <class Element>
 void begin_task(const AttentionArguments<Element>& a, const TaskRows<Element>& rows, AttentionScratch<Element>& scratch) {
-  constexpr int WIDTH = Step<Element>::WIDTH;
   const int64_t width = a.layout.width;
-  scratch.queries.assign(rows.all * width, Element(0));
+  scratch.queries.resize(rows.all * width);
   scratch.outputs.assign(rows.all * width, 0.0f);
   scratch.probabilities.resize(GROUP_ROWS * TILE);
   scratch.maxima.assign(rows.all, -INFINITE);
@@ -346,18 +353,12 @@ void begin_task(const AttentionArguments<Element>& a, const TaskRows<Element>& r
     scratch.keys.resize(TILE * width);
     scratch.values.resize(TILE * width);
   }
-  int64_t group = 0, begin = 0, end = 0;  // the group that a row is in, counted over all heads
+  const int64_t first_position = rows.task.keys - rows.task.tokens - rows.task.first_token;
   rows.for_each([&](int64_t row, int64_t token, int64_t query_head) {
-    if (row == end) {
-      begin = end;
-      end = rows.group_start(group / rows.groups, group % rows.groups + 1);
-      group++;
-    }
-    scratch.positions[row] = rows.task.keys - rows.task.tokens + token - rows.task.first_token;
-    const Element* query = a.query + token * a.query_stride + query_head * a.head_dim;
-    Element* to = scratch.queries.data() + begin * width + (row - begin) * WIDTH;
-    for (int64_t d = 0; d < a.head_dim; d += WIDTH)
-      std::memcpy(to + d * (end - begin), query + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
+    scratch.positions[row] = first_position + token;
+    Element* to = scratch.queries.data() + row * width;
+    std::memcpy(to, a.query + token * a.query_stride + query_head * a.head_dim, sizeof(Element) * a.head_dim);
+    std::fill(to + a.head_dim, to + width, Element(0));
   });
 }
 

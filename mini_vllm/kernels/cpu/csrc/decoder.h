@@ -16,6 +16,8 @@
 
 namespace mini_vllm {
 
+constexpr int64_t WINDOW_BLOCKS = 10;  // of rows, for each thread: so many go through several pieces at a time
+
 template <class Element>
 struct DecoderLayer {
   const Element *input_norm, *post_attention_norm;
@@ -46,6 +48,7 @@ struct DecoderStep {
   int64_t sequences;
   const Element *cos, *sin;               // [tokens, head_dim / 2]
   bool only_last_tokens;                  // what is read behind the last layer: the last token of each sequence
+  int64_t token_cost;                     // beside this, a token costs one for each key that it sees
 
   int64_t hidden_width() const { return layers[0].qkv.inputs; }
   int64_t attended_width() const { return attention.num_heads * attention.head_dim; }
@@ -131,12 +134,17 @@ class Group {
   // Norm, product and rotary embedding. `after`: the matrix that these threads multiply by next.
   void before_attention(const DecoderLayer<Element>& layer, After<Element> after, Between* between = nullptr) {
     const int64_t width = layer.qkv.inputs, half = a_.head_dim / 2, turned = a_.num_heads + a_.num_kv_heads;
-    normalize(m_.hidden, layer.input_norm, layer.eps, width);
-    multiply_together(packed(width), layer.qkv, StoreRows<Element, Element>{layer.qkv.bias, nullptr, m_.qkv, layer.qkv.outputs},
-                      ahead_, after, between);
-    for_each_row(tokens_, turned * a_.head_dim, [&](int64_t token) {
-      for (int64_t head = 0; head < turned; head++)
-        rotate_head(m_.qkv + token * a_.query_stride + head * a_.head_dim, cos_ + token * half, sin_ + token * half, half);
+    for_each_window([&](int64_t first, int64_t count, bool is_last) {
+      Element* qkv = m_.qkv + first * a_.query_stride;
+      const PackedRows<Element> rows{m_.rows, count, width};
+      normalize(m_.hidden + first * width, layer.input_norm, layer.eps, rows);
+      multiply_together(rows, layer.qkv, StoreRows<Element, Element>{layer.qkv.bias, nullptr, qkv, layer.qkv.outputs}, ahead_,
+                        is_last ? after : After<Element>{&layer.qkv}, between);
+      for_each_row(count, turned * a_.head_dim, [&](int64_t row) {
+        const int64_t angles = (first + row) * half;
+        for (int64_t head = 0; head < turned; head++)
+          rotate_head(qkv + row * a_.query_stride + head * a_.head_dim, cos_ + angles, sin_ + angles, half);
+      });
     });
     a_.key_cache = layer.keys, a_.value_cache = layer.values, a_.window = layer.window;
   }
@@ -151,22 +159,27 @@ class Group {
   void after_attention(const DecoderLayer<Element>& layer, After<Element> after, Between* between = nullptr) {
     const int64_t attended = layer.output.inputs, width = layer.qkv.inputs;
     if (&layer == short_layer_) keep_last_tokens(width, attended);
-    const PackedRows<Element> rows = packed(attended), inner{m_.inner, tokens_, layer.down.inputs};
-    for_each_row(tokens_, attended, [&](int64_t row) { rows.put(row, m_.attended + row * attended); });
-    multiply_together(rows, layer.output, StoreRows<Element, Element>{layer.output.bias, m_.hidden, m_.middle, width}, ahead_,
-                      {&layer.gate_up, 2}, between);
-    normalize(m_.middle, layer.post_attention_norm, layer.eps, width);
-    multiply_together(packed(width), layer.gate_up, StoreGated<Element>{layer.gate_up.bias, inner}, ahead_, {&layer.down},
-                      between);
-    multiply_together(inner, layer.down, StoreRows<Element, Element>{layer.down.bias, m_.middle, m_.hidden, width}, ahead_,
-                      after, between);
+    for_each_window([&](int64_t first, int64_t count, bool is_last) {
+      const PackedRows<Element> outputs{m_.rows, count, attended}, rows{m_.rows, count, width};
+      const PackedRows<Element> inner{m_.inner, count, layer.down.inputs};
+      Element *hidden = m_.hidden + first * width, *middle = m_.middle;
+      const auto add_to = [&](Element* residual, const Matrix<Element>& matrix, Element* sum) {
+        return StoreRows<Element, Element>{matrix.bias, residual, sum, width};
+      };
+      for_each_row(count, attended, [&](int64_t row) { outputs.put(row, m_.attended + (first + row) * attended); });
+      multiply_together(outputs, layer.output, add_to(hidden, layer.output, middle), ahead_, {&layer.gate_up, 2}, between);
+      normalize(middle, layer.post_attention_norm, layer.eps, rows);
+      multiply_together(rows, layer.gate_up, StoreGated<Element>{layer.gate_up.bias, inner}, ahead_, {&layer.down}, between);
+      multiply_together(inner, layer.down, add_to(middle, layer.down, hidden), ahead_,
+                        is_last ? after : After<Element>{&layer.output}, between);
+    });
     if (&layer == short_layer_) put_back_last_tokens(width);
   }
 
   // Has the next products ask for the keys of layer `next`; of the last layer's nothing more, its attention is over.
   void look_ahead(const DecoderLayer<Element>& next) {
     // A block of rows takes a line of weights in each step and there are two, so half the blocks are busy with weights.
-    const int64_t threads = int64_t(ahead_.size()), blocks = packed(1).blocks();
+    const int64_t threads = int64_t(ahead_.size()), blocks = PackedRows<Element>{m_.rows, tokens_, 1}.blocks();
     for (int64_t thread = 0; thread < threads; thread++) {
       const CacheAhead cache = keys_[thread].ahead(next.keys, next.values, 0, int64_t(plan_.queues[thread].size()), true);
       const int64_t wanted = next.bytes() + threads * cache.stretches() * STRETCH;
@@ -204,7 +217,14 @@ class Group {
                          step.attention.group(), threads);
   }
 
-  PackedRows<Element> packed(int64_t inputs) const { return {m_.rows, tokens_, inputs}; }
+  // The rows in portions that go through several pieces while the caches hold them: body(first, count, is last).
+  template <class Body>
+  void for_each_window(Body body) const {
+    const PackedRows<Element> all{m_.rows, tokens_, 1};
+    const int64_t most = WINDOW_BLOCKS * int64_t(ahead_.size()), windows = (all.blocks() + most - 1) / most;
+    const auto start = [&](int64_t window) { return all.start(all.blocks() * window / windows); };
+    for (int64_t i = 0; i < windows; i++) body(start(i), start(i + 1) - start(i), i + 1 == windows);
+  }
 
   // The rows of the last tokens move to the front, and only they go on. Row i is
   // at or before the i-th last token, and those rise, so none is written over that is still to be moved.
@@ -220,10 +240,9 @@ class Group {
       std::memmove(m_.hidden + last_tokens_[i] * width, m_.hidden + i * width, width * sizeof(Element));
   }
 
-  void normalize(const Element* x, const Element* weight, float eps, int64_t width) {
-    const PackedRows<Element> rows = packed(width);
-    for_each_row(tokens_, width, [&](int64_t row) {
-      rms_norm_row(x + row * width, weight, eps, width, rows.row(row));
+  void normalize(const Element* x, const Element* weight, float eps, const PackedRows<Element>& rows) {
+    for_each_row(rows.rows, rows.inputs, [&](int64_t row) {
+      rms_norm_row(x + row * rows.inputs, weight, eps, rows.inputs, rows.row(row));
     });
   }
 

@@ -2,52 +2,14 @@
 //
 // The work is shared out with at::parallel_for, so that the kernels and PyTorch use one pool of threads. Registered
 // operators release Python's lock while they run.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <array>
-
-#include "attention.h"
-#include "elementwise.h"
-#include "linear.h"
-#include "parallel.h"
+#include "decoder_op.h"
 #include "sampler.h"
-#include "share_out.h"
-#include "vector.h"
 
 namespace mini_vllm {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-template <class Element>
-Element* data_of(const Tensor& tensor) {
-  return static_cast<Element*>(tensor.data_ptr());
-}
-
-template <class Element>
-Element* data_of(const OptionalTensor& tensor) {
-  return tensor ? data_of<Element>(*tensor) : nullptr;
-}
-
-// Calls `body` with a null pointer to the tensor's element type.
-template <class Body>
-void with_element_of(const Tensor& tensor, Body body) {
-  if (tensor.scalar_type() == at::kFloat) return body(static_cast<float*>(nullptr));
-  TORCH_CHECK(tensor.scalar_type() == at::kBFloat16, "float32 or bfloat16 is needed, got ", tensor.scalar_type());
-  body(static_cast<bfloat16*>(nullptr));
-}
-
-void check_like(const Tensor& tensor, const Tensor& first, const char* name) {
-  TORCH_CHECK(tensor.scalar_type() == first.scalar_type(), name, " must be ", first.scalar_type());
-  TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
-}
-
-void check_rows(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(tensor.dim() >= 1 && tensor.stride(-1) == 1, name, ": elements of a row must lie side by side");
-}
 
 // ---- linear ------------------------------------------------------------------------------------------------------
 
@@ -64,11 +26,6 @@ void pack_linear(const Tensor& weight, const Tensor& packed) {
         pack_panel(data_of<Element>(weight), outputs, inputs, panel, data_of<Element>(packed));
     });
   });
-}
-
-template <class Element>
-Matrix<Element> matrix_of(const Tensor& packed, int64_t outputs, const OptionalTensor& bias) {
-  return {data_of<Element>(packed), outputs, packed.size(1), data_of<Element>(bias)};
 }
 
 Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const OptionalTensor& bias,
@@ -163,20 +120,6 @@ Tensor activate(const Tensor& x, int64_t kind) {
 
 // ---- attention ---------------------------------------------------------------------------------------------------
 
-// Where a step's tokens stand and where their keys and values live, checked.
-void check_step(const Tensor& block_tables, const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping) {
-  for (const Tensor* tensor : {&block_tables, &query_starts, &context_lens})
-    TORCH_CHECK(tensor->scalar_type() == at::kInt && tensor->is_contiguous(), "tables, starts and lengths must be int32");
-  TORCH_CHECK(slot_mapping.scalar_type() == at::kLong && slot_mapping.is_contiguous(), "slot_mapping must be int64");
-}
-
-void check_tokens(int64_t tokens, const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping) {
-  const int64_t sequences = context_lens.size(0);
-  TORCH_CHECK(query_starts.size(0) == sequences + 1 && data_of<int32_t>(query_starts)[sequences] == tokens,
-              "query_starts must go from 0 to the ", tokens, " tokens in ", sequences, " sequences");
-  TORCH_CHECK(slot_mapping.size(0) == tokens, "slot_mapping must have ", tokens, " entries, got ", slot_mapping.size(0));
-}
-
 AttentionPlan plan_of(const Tensor& query_starts, const Tensor& context_lens, int64_t num_heads, int64_t num_kv_heads) {
   TORCH_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads must divide num_heads");
   return AttentionPlan(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), context_lens.size(0), num_kv_heads,
@@ -195,6 +138,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
   check_like(value_cache, query, "value_cache");
   check_step(block_tables, query_starts, context_lens, slot_mapping);
   check_tokens(query.size(0), query_starts, context_lens, slot_mapping);
+  TORCH_CHECK(scale > 0, "scale must be positive");  // the largest score is looked for before it is scaled
   Tensor output = at::empty({query.size(0), num_heads, head_dim}, query.options());
   with_element_of(query, [&](auto* element) {
     using Element = std::remove_pointer_t<decltype(element)>;
@@ -209,97 +153,6 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
         plan_of(query_starts, context_lens, num_heads, num_kv_heads));
   });
   return output;
-}
-
-// ---- decoder layers ----------------------------------------------------------------------------------------------
-
-// `weights` holds six tensors a layer: input norm, post-attention norm, and the packed qkv, output, gate_up and down;
-// `biases` the last four's.
-struct LayerTensors {
-  at::TensorList weights;
-  const c10::List<OptionalTensor>& biases;
-  double eps;
-  at::TensorList key_caches, value_caches;
-  at::IntArrayRef windows;
-
-  int64_t count() const { return int64_t(windows.size()); }
-};
-
-void check_layers(const LayerTensors& tensors, const Tensor& hidden) {
-  const int64_t layers = tensors.count();
-  TORCH_CHECK(layers > 0, "there must be layers");
-  TORCH_CHECK(int64_t(tensors.weights.size()) == 6 * layers && int64_t(tensors.biases.size()) == 4 * layers,
-              "six weights and four biases a layer");
-  TORCH_CHECK(int64_t(tensors.key_caches.size()) == layers && int64_t(tensors.value_caches.size()) == layers, "one cache a layer");
-  for (at::TensorList list : {tensors.weights, tensors.key_caches, tensors.value_caches})
-    for (const Tensor& tensor : list) check_like(tensor, hidden, "a weight or cache");
-}
-
-// Layer `index`, its sizes checked. `widths`: outputs of qkv, output, gate_up and down.
-template <class Element>
-DecoderLayer<Element> layer_of(const LayerTensors& tensors, int64_t index, const AttentionArguments<Element>& a,
-                               const std::array<int64_t, 4>& widths, const Tensor& hidden) {
-  const auto w = tensors.weights.slice(6 * index, 6);
-  const int64_t width = hidden.size(1), attended_width = a.num_heads * a.head_dim;
-  const std::array<int64_t, 4> inputs{width, attended_width, width, widths[2] / 2};
-  for (int64_t i : {0, 1}) TORCH_CHECK(w[i].numel() == width, "a norm of a layer must be [", width, "]");
-  const auto matrix = [&](int64_t i) {
-    const Tensor& packed = w[2 + i];
-    const OptionalTensor bias = tensors.biases.get(4 * index + i);
-    if (bias) check_like(*bias, hidden, "bias");
-    TORCH_CHECK(packed.size(0) == num_panels(widths[i]) && packed.size(1) == inputs[i], "a weight of a layer has another size");
-    TORCH_CHECK(!bias || bias->numel() == widths[i], "a bias of a layer has another size");
-    return matrix_of<Element>(packed, widths[i], bias);
-  };
-  const Tensor &keys = tensors.key_caches[index], &values = tensors.value_caches[index];
-  for (const Tensor* cache : {&keys, &values})
-    TORCH_CHECK(cache->size(1) == a.num_kv_heads && cache->size(2) == a.layout.size(), "the cache has another layout");
-  return {data_of<Element>(w[0]), data_of<Element>(w[1]), float(tensors.eps), matrix(0), matrix(1), matrix(2), matrix(3),
-          data_of<Element>(keys), data_of<Element>(values), tensors.windows[index]};
-}
-
-// All layers of a model, or a run of them. Layers are alike but for their windows. With `only_last_tokens`, rows of the result
-// that are not the last of a sequence are undefined.
-Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const c10::List<OptionalTensor>& biases, double eps,
-                      int64_t num_heads, int64_t num_kv_heads, const Tensor& cos, const Tensor& sin,
-                      at::TensorList key_caches, at::TensorList value_caches, const Tensor& block_tables,
-                      const Tensor& query_starts, const Tensor& context_lens, const Tensor& slot_mapping,
-                      int64_t block_size, double scale, double softcap, at::IntArrayRef windows, bool only_last_tokens) {
-  const int64_t tokens = hidden.size(0), width = hidden.size(1), head_dim = 2 * cos.size(-1);
-  const LayerTensors tensors{weights, biases, eps, key_caches, value_caches, windows};
-  check_layers(tensors, hidden);
-  TORCH_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads must divide num_heads");
-  check_step(block_tables, query_starts, context_lens, slot_mapping);
-  check_tokens(tokens, query_starts, context_lens, slot_mapping);
-  for (const Tensor* angles : {&cos, &sin}) {
-    check_like(*angles, hidden, "cos and sin");
-    TORCH_CHECK(angles->numel() == tokens * head_dim / 2, "cos and sin must be [tokens, 1, head_dim / 2]");
-  }
-  const int64_t inner_width = weights[5].size(1), attended_width = num_heads * head_dim;
-  const int64_t qkv_width = attended_width + 2 * num_kv_heads * head_dim;
-  TORCH_CHECK(inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", inner_width);
-  const auto memory = [&](int64_t columns) { return at::empty({tokens, columns}, hidden.options()); };
-  const Tensor middle = memory(width), qkv = memory(qkv_width), attended = memory(attended_width);
-  const Tensor rows = memory(std::max(width, attended_width) + SEGMENT<bfloat16>), inner = memory(inner_width);
-  Tensor result = hidden.clone(at::MemoryFormat::Contiguous);
-  with_element_of(hidden, [&](auto* element) {
-    using Element = std::remove_pointer_t<decltype(element)>;
-    const BlockLayout<Element> layout{block_size, (head_dim + LANES - 1) / LANES * LANES};
-    const Element* heads = data_of<Element>(qkv);
-    const AttentionArguments<Element> attention{
-        heads, heads + attended_width, heads + attended_width + num_kv_heads * head_dim, qkv_width, qkv_width, qkv_width,
-        nullptr, nullptr, data_of<int32_t>(block_tables), data_of<int64_t>(slot_mapping), data_of<Element>(attended),
-        block_tables.size(1), num_heads, num_kv_heads, head_dim, layout, float(scale), float(softcap), 0};
-    DecoderStep<Element> step{
-        {}, {data_of<Element>(result), data_of<Element>(middle), data_of<Element>(qkv), data_of<Element>(attended),
-             data_of<Element>(rows), data_of<Element>(inner)},
-        attention, data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), context_lens.size(0), data_of<Element>(cos),
-        data_of<Element>(sin), only_last_tokens};
-    for (int64_t i = 0; i < tensors.count(); i++)
-      step.layers.push_back(layer_of(tensors, i, attention, {qkv_width, width, 2 * inner_width, width}, hidden));
-    SharedStep<Element>(step).run();
-  });
-  return result;
 }
 
 // ---- sampler -----------------------------------------------------------------------------------------------------

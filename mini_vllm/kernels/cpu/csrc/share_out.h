@@ -19,6 +19,7 @@
 #pragma once
 
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "decoder.h"
@@ -28,6 +29,27 @@ namespace mini_vllm {
 constexpr int64_t MIN_PART_ROWS = 14;   // below so many a thread would wait for the weights
 constexpr int64_t MIN_HALVED_ROWS = 32; // below so many two halves do not pay for reading the weights twice
 
+// A token's products are `weights` multiplications in a layer, a key that it sees 2 * attended_width; and attention takes about
+// twice as long for a multiplication. So a token costs as much as seeing so many keys:
+inline int64_t token_cost(int64_t weights, int64_t attended_width) { return weights / (4 * attended_width); }
+
+// Sequences in an order that can be cut into parts of nearly the same cost: the dearest that is left goes to the thread that
+// has least, and each thread's stand side by side.
+inline std::vector<int64_t> even_order(const int32_t* query_starts, const int32_t* context_lens, int64_t sequences,
+                                       int64_t token_cost, int64_t threads) {
+  std::vector<int64_t> costs(sequences), order(sequences), owners(sequences), sums(threads);
+  for (int64_t i = 0; i < sequences; i++) costs[i] = (query_starts[i + 1] - query_starts[i]) * (token_cost + context_lens[i]);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return costs[one] > costs[other]; });
+  for (int64_t i : order) {
+    owners[i] = std::min_element(sums.begin(), sums.end()) - sums.begin();
+    sums[owners[i]] += costs[i];
+  }
+  std::sort(order.begin(), order.end());
+  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return owners[one] < owners[other]; });
+  return order;
+}
+
 // The sequences before the first that lies past `wanted` of all costs, or with it if that is nearer. `costs`: running sums.
 inline int64_t nearest(const std::vector<int64_t>& costs, int64_t wanted, int64_t first) {
   int64_t last = std::lower_bound(costs.begin(), costs.end(), wanted) - costs.begin();
@@ -35,13 +57,12 @@ inline int64_t nearest(const std::vector<int64_t>& costs, int64_t wanted, int64_
   return last;
 }
 
-// Cuts a part into `count` that are alike in cost within an eighth; where that cannot be, it stays one. A token costs
-// `token_cost` plus the keys that it sees.
+// Cuts a part into `count` that are alike in cost within an eighth; where that cannot be, it stays one.
 template <class Element>
-std::vector<Part> cut(const DecoderStep<Element>& step, Part part, int64_t token_cost, int64_t count) {
+std::vector<Part> cut(const DecoderStep<Element>& step, Part part, int64_t count) {
   std::vector<int64_t> costs{0};
   for (int64_t i = part.first; i < part.last; i++)
-    costs.push_back(costs.back() + step.tokens_of(i, i + 1) * (token_cost + step.context_lens[i]));
+    costs.push_back(costs.back() + step.tokens_of(i, i + 1) * (step.token_cost + step.context_lens[i]));
   std::vector<Part> parts;
   for (int64_t i = 0, first = 0; i < count; i++) {
     const int64_t last = nearest(costs, costs.back() * (i + 1) / count, first);
@@ -160,16 +181,13 @@ template <class Element>
 class SharedStep {
  public:
   explicit SharedStep(const DecoderStep<Element>& step)
-      : step_(step), layers_(step.layers), count_(int64_t(step.layers.size())),
-        // A token's products are `weights` multiplications, a key that it sees 2 * attended_width; and attention takes
-        // about twice as long for a multiplication.
-        token_cost_(step.layers[0].weights() / (4 * step.attended_width())) {}
+      : step_(step), layers_(step.layers), count_(int64_t(step.layers.size())) {}
 
   void run() {
     const int64_t threads = at::get_num_threads();
     const Part whole{0, step_.sequences};
     std::vector<Part> parts{whole};
-    if (step_.tokens_of(0, step_.sequences) >= threads * MIN_PART_ROWS) parts = cut(step_, whole, token_cost_, threads);
+    if (step_.tokens_of(0, step_.sequences) >= threads * MIN_PART_ROWS) parts = cut(step_, whole, threads);
     if (int64_t(parts.size()) < threads) return run_together(whole, threads);
     WorkList list(parts);
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
@@ -211,7 +229,7 @@ class SharedStep {
   // A part in two, or itself where that would be uneven or too little.
   std::vector<Part> halves_of(Part part) const {
     if (step_.tokens_of(part.first, part.last) < MIN_PART_ROWS) return {part};
-    return cut(step_, part, token_cost_, 2);
+    return cut(step_, part, 2);
   }
 
   // Takes a part on to the end, or until it has something to give to a thread that has nothing to do; returns the layer that
@@ -262,7 +280,7 @@ class SharedStep {
 
   const DecoderStep<Element>& step_;
   const std::vector<DecoderLayer<Element>>& layers_;
-  const int64_t count_, token_cost_;
+  const int64_t count_;
 };
 
 }  // namespace mini_vllm

@@ -51,7 +51,22 @@ inline void order_stores() {
 #endif
 }
 
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+// Where one of them is NaN, the result is b.
+inline Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Floats min(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 // a * b + c: with one rounding on x86 processors that can, with two elsewhere; the same in every kernel of a build.
 inline Floats fused_multiply_add(Floats a, Floats b, Floats c) {
@@ -109,8 +124,7 @@ inline float horizontal_sum(Floats lanes) {
 inline Floats exp(Floats x) {
   const Floats lowest = broadcast(-87.3365f), highest = broadcast(88.3762f);
   const Ints underflows = x < lowest;
-  x = x > highest ? highest : x;
-  x = x < lowest ? lowest : x;
+  x = max(lowest, min(highest, x));
   const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats n = fused_multiply_add(x, broadcast(1.44269504f), shifter) - shifter;
   Floats r = fused_multiply_add(n, broadcast(-0.693359375f), x);
@@ -154,7 +168,7 @@ inline Floats reciprocal(Floats x) {
 // 1 / (1 + exp(-x)). Below -83 it stays 2^-120.
 inline Floats sigmoid(Floats x) {
   const Floats power = max(broadcast(-126.0f), x * -1.44269504f);  // NaN stays what it is
-  return reciprocal(1.0f + exp2_within_range(power > 120.0f ? broadcast(120.0f) : power));
+  return reciprocal(1.0f + exp2_within_range(min(broadcast(120.0f), power)));
 }
 
 // tanh(x) = 1 - 2 / (exp(2x) + 1); for large x the quotient is too small to count.
