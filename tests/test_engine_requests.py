@@ -498,6 +498,30 @@ def test_generate_answers_in_the_order_of_the_prompts_and_can_be_called_again() 
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in first]
 
 
+def test_a_request_of_which_only_the_end_is_wanted_gives_one_output_the_same_as_the_last_of_another() -> None:
+    engine = make_engine(tiny_transformer())
+    fields = {"temperature": 0, "max_tokens": 8, "logprobs": 1, "n": 2, "seed": 3}
+    every = engine.add_request("Hello", **fields)
+    final = engine.add_request("Hello", only_final=True, **fields)
+    aborted = engine.add_request("Hello", only_final=True, **fields)
+    engine.step()
+    engine.abort_request(aborted)
+    outputs = run_to_end(engine)
+    assert (len(outputs[every]), len(outputs[final])) == (8 - 1, 1)
+    assert [output.outputs[0].finish_reason for output in outputs[aborted]] == [FinishReason.ABORT]
+    for one, other in zip(outputs[every][-1].outputs, outputs[final][-1].outputs, strict=True):
+        assert one.text == other.text == other.delta_text
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+    assert_quiet(engine)
+
+
+def test_generate_waits_for_its_own_answers_beside_a_request_of_the_engine() -> None:
+    llm = llm_over(make_engine(tiny_transformer()))
+    llm.engine.add_request("first to end", temperature=0, max_tokens=1)
+    (output,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=6))
+    assert len(output.outputs[0].token_ids) == 6
+
+
 def test_generate_takes_one_prompt_of_each_kind() -> None:
     llm = llm_over(make_engine(tiny_transformer()))
     params = SamplingParams(temperature=0, max_tokens=2)

@@ -77,11 +77,11 @@ class LLM:
         request_ids: list[str] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_ids.append(self.engine.add_request(prompt, one, template_options=template_options))
-            while len(finished) < len(request_ids):
-                for output in self.engine.step():
-                    if output.finished:
-                        finished[output.request_id] = output
+                request_ids.append(
+                    self.engine.add_request(prompt, one, template_options=template_options, only_final=True)
+                )
+            while not finished.keys() >= set(request_ids):  # the engine may hold requests of its own, too
+                finished.update((output.request_id, output) for output in self.engine.step() if output.finished)
         except BaseException:  # also Ctrl-C: nothing of this call may be left in the engine for the next one
             for request_id in request_ids:
                 self.engine.abort_request(request_id)

@@ -151,6 +151,7 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         template_options: Mapping[str, Any] | None = None,
+        only_final: bool = False,
         **fields: Any,
     ) -> str:
         """Take a request. It is computed by the calls of `step` that follow.
@@ -163,6 +164,7 @@ class LLMEngine:
             priority: smaller goes first, under `policy="priority"`.
             cache_salt: share prefix-cache blocks only with requests of the same salt.
             template_options: for chat messages, what `ChatTemplate.render` takes besides them.
+            only_final: `step` returns nothing of this request but its final output, which saves making the others.
 
         Returns:
             The request's id.
@@ -189,7 +191,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             template_options=template_options,
         )
-        self.enqueue(request)
+        self.enqueue(request, only_final=only_final)
         return request.request_id
 
     def make_request(
@@ -215,7 +217,7 @@ class LLMEngine:
             template_options=template_options,
         )
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: Request, *, only_final: bool = False) -> None:
         """The second half of `add_request`: the request waits from now on.
 
         Raises:
@@ -227,7 +229,7 @@ class LLMEngine:
         self._fresh_id(request.request_id)
         group = SequenceGroup(request)
         self.scheduler.add(group)  # first, since a policy of the user's own may raise: then nothing has happened
-        self._output_processor.add(group)
+        self._output_processor.add(group, only_final=only_final)
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it stands; its blocks are free before the next step. An unknown id is ignored.
@@ -251,7 +253,7 @@ class LLMEngine:
     # ---- the step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return an output for each request that moved."""
+        """Compute one step and return an output for each request that moved (with `only_final`, that ended)."""
         started = self._clock()
         if self._listener is not None and (self.scheduler.num_running or self.scheduler.num_waiting):
             self._listener(events.StepStarted())

@@ -24,10 +24,15 @@ from mini_vllm.tokenizer.tokenizer import Tokenizer
 @dataclass(eq=False)
 class _RequestState:
     group: SequenceGroup
+    only_final: bool
     texts: list[SequenceText] = field(default_factory=list)
     first_token_time: float | None = None
     last_token_time: float | None = None
     error: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.group.is_forked and None not in [sequence.finish_reason for sequence in self.group.sequences]
 
 
 class OutputProcessor:
@@ -43,8 +48,8 @@ class OutputProcessor:
         self._clock = clock
         self._requests: dict[str, _RequestState] = {}
 
-    def add(self, group: SequenceGroup) -> None:
-        self._requests[group.request.request_id] = _RequestState(group)
+    def add(self, group: SequenceGroup, *, only_final: bool = False) -> None:
+        self._requests[group.request.request_id] = _RequestState(group, only_final)
 
     def group(self, request_id: str) -> SequenceGroup | None:
         """The live request of that id, None if there is none."""
@@ -63,7 +68,8 @@ class OutputProcessor:
         """Turn a step's changes into outputs.
 
         Returns:
-            One output a request that moved, and the sequences that ended, for `scheduler.finish`.
+            One output a request that moved, unless only its final one is wanted; and the sequences that ended, for
+            `scheduler.finish`.
         """
         now = self._clock()
         moved: dict[str, _RequestState] = {}
@@ -80,7 +86,8 @@ class OutputProcessor:
             self._update_text(state, change, now)
             if sequence.finish_reason is not None:
                 stopped.append(sequence)
-        return [self._output(state, now) for state in moved.values()], stopped
+        wanted = [state for state in moved.values() if not state.only_final or state.is_finished]
+        return [self._output(state, now) for state in wanted], stopped
 
     def abort(self, group: SequenceGroup) -> RequestOutput:
         """The final output of a request whose sequences have just been aborted."""
@@ -103,7 +110,7 @@ class OutputProcessor:
     def _output(self, state: _RequestState, now: float) -> RequestOutput:
         group, request = state.group, state.group.request
         choices = [self._text_of(state, sequence).new_output() for sequence in group.sequences]
-        finished = group.is_forked and None not in [sequence.finish_reason for sequence in group.sequences]
+        finished = state.is_finished
         if finished:
             del self._requests[request.request_id]
         metrics = RequestMetrics(
