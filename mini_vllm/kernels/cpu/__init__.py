@@ -6,8 +6,9 @@
                 linear.h        y = x W^T with packed weights
                 attention.h     PagedAttention, prefill and decode
                 elementwise.h   norm, rotary embedding, gate
+                decoder.h       layers made of these; share_out.h says which thread computes which sequences
                 sampler.h       one pass over a row of logits
-                ops.cpp         operators of PyTorch, and how threads share the work
+                ops.cpp         all of it as operators of PyTorch
 
 In vLLM: `csrc/cpu/`.
 """

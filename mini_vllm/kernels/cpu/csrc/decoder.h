@@ -4,8 +4,9 @@
 //
 // A step of one token is some three hundred of these pieces, and calling each from Python takes longer than what most of
 // them do. Together they also know what comes next, and ask the memory for it (ahead.h); a norm lays its rows down as the
-// product reads them, and gate and up meet before either is written. Which groups there are, and who computes them, is
-// decided in share_out.h.
+// product reads them, and gate and up meet before either is written. Many rows go through the pieces in windows, so that
+// what one piece writes is still in the caches when the next one reads it. Which groups there are, and who computes them,
+// is decided in share_out.h.
 //
 // Exactness: every piece rounds where it would round if it were called by itself, so the bits are the same. (A residual is
 // added before the product is rounded, as `linear` does.)
