@@ -148,8 +148,11 @@ inline Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const
   const StepTensors step{hidden, cos, sin, slot_mapping, block_tables, query_starts, context_lens};
   check_step_tensors(step, sizes.head_dim);
   TORCH_CHECK(scale > 0, "scale must be positive");
-  std::vector<int64_t> order = even_order(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens),
-                                                step.sequences(), sizes.token_cost(), at::get_num_threads());
+  const int64_t threads = at::get_num_threads();
+  std::vector<int64_t> order;
+  if (is_shared_out(step.tokens(), threads))
+    order = even_order(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), step.sequences(), sizes.token_cost(),
+                       threads);
   if (std::is_sorted(order.begin(), order.end())) return run_layers(tensors, sizes, step);
   std::vector<int64_t> tokens, places(step.tokens());
   const Tensor result = run_layers(tensors, sizes, reordered(step, order, tokens));

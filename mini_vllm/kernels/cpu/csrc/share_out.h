@@ -29,6 +29,9 @@ namespace mini_vllm {
 constexpr int64_t MIN_PART_ROWS = 14;   // below so many a thread would wait for the weights
 constexpr int64_t MIN_HALVED_ROWS = 32; // below so many two halves do not pay for reading the weights twice
 
+// Whether so many tokens are enough for threads with sequences of their own.
+inline bool is_shared_out(int64_t tokens, int64_t threads) { return tokens >= threads * MIN_PART_ROWS; }
+
 // A token's products are `weights` multiplications in a layer, a key that it sees 2 * attended_width; and attention takes about
 // twice as long for a multiplication. So a token costs as much as seeing so many keys:
 inline int64_t token_cost(int64_t weights, int64_t attended_width) { return weights / (4 * attended_width); }
@@ -187,7 +190,7 @@ class SharedStep {
     const int64_t threads = at::get_num_threads();
     const Part whole{0, step_.sequences};
     std::vector<Part> parts{whole};
-    if (step_.tokens_of(0, step_.sequences) >= threads * MIN_PART_ROWS) parts = cut(step_, whole, threads);
+    if (is_shared_out(step_.tokens_of(0, step_.sequences), threads)) parts = cut(step_, whole, threads);
     if (int64_t(parts.size()) < threads) return run_together(whole, threads);
     WorkList list(parts);
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
