@@ -289,7 +289,8 @@ def test_a_request_id_comes_back_unless_it_could_harm_the_log(served: Served) ->
 
 def test_the_log_has_a_line_a_request_without_its_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mini_vllm.access"):
-        served.post("/v1/completions", {"prompt": "secret", "max_tokens": 2}, headers={"X-Request-Id": "r1"})
+        body = {"prompt": "secret", "max_tokens": 2, "ignore_eos": True}
+        served.post("/v1/completions", body, headers={"X-Request-Id": "r1"})
         served.post("/v1/completions", {"prompt": [-1]}, headers={"X-Request-Id": "r2"})
         until(lambda: len(caplog.messages) == 2, "the lines, which are written after the answers")
     first, second = caplog.messages
