@@ -1,7 +1,8 @@
 """The output processor: from new tokens to what the user reads.
 
 Where it stands: after `scheduler.commit` in every step. It looks for stop strings, and makes one `RequestOutput` for
-each request that moved. Text is made by whoever reads it (`sequence_text.py`).
+each request that moved; of a request with `only_final` none but the last. Text is made by whoever reads it
+(`sequence_text.py`).
 
 What always holds: streamed texts join to exactly the final text; a request gets one output with `finished`, and is
 forgotten with it.
