@@ -31,7 +31,7 @@ from mini_vllm.engine.llm import LLM
 from mini_vllm.engine.llm_engine import LLMEngine
 from mini_vllm.engine.sequence import Sequence
 from mini_vllm.errors import EngineDeadError, InvalidConfigError, InvalidRequestError
-from mini_vllm.outputs import FinishReason
+from mini_vllm.outputs import FinishReason, RequestOutput
 from mini_vllm.sampling_params import SamplingParams
 from mini_vllm.worker.memory import plan_pool
 
@@ -516,10 +516,46 @@ def test_a_request_of_which_only_the_end_is_wanted_gives_one_output_the_same_as_
 
 
 def test_generate_waits_for_its_own_answers_beside_a_request_of_the_engine() -> None:
+    """Those of the engine's own requests come from the next steps, as if `generate` had not been there."""
+    lengths = {"first to end": 3, "goes on": 12}
+    engine = make_engine(tiny_transformer())
+    expected = {prompt: final_text(engine, prompt, max_tokens=count) for prompt, count in lengths.items()}
     llm = llm_over(make_engine(tiny_transformer()))
-    llm.engine.add_request("first to end", temperature=0, max_tokens=1)
+    own = {prompt: llm.engine.add_request(prompt, temperature=0, max_tokens=n) for prompt, n in lengths.items()}
     (output,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=6))
     assert len(output.outputs[0].token_ids) == 6
+    assert not llm.engine.is_finished(own["first to end"])
+    outputs = run_to_end(llm.engine)
+    assert list(outputs) == list(own.values())
+    for prompt, request_id in own.items():
+        assert outputs[request_id][-1].outputs[0].text == expected[prompt]
+        assert "".join(output.text for output in outputs[request_id]) == expected[prompt]
+        ends = [output.outputs[0].end for output in outputs[request_id]]
+        assert ends == sorted(ends) and [output.finished for output in outputs[request_id]].count(True) == 1
+    assert_quiet(llm.engine)
+
+
+@pytest.mark.parametrize("failing_step", [1, 4])
+def test_an_exception_out_of_generate_leaves_the_outputs_of_others(
+    monkeypatch: pytest.MonkeyPatch, failing_step: int
+) -> None:
+    llm = llm_over(make_engine(tiny_transformer()))
+    own = llm.engine.add_request("first to end", temperature=0, max_tokens=2)
+    step, steps = llm.engine.step, iter(range(1, failing_step + 1))
+
+    def interrupted() -> list[RequestOutput]:
+        if next(steps) == failing_step:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Hello", SamplingParams(temperature=0, max_tokens=6))
+    outputs = run_to_end(llm.engine)
+    assert list(outputs) == [own] and outputs[own][-1].finished
+    assert "".join(output.text for output in outputs[own]) == outputs[own][-1].outputs[0].text
+    assert_quiet(llm.engine)
 
 
 def test_generate_takes_one_prompt_of_each_kind() -> None:

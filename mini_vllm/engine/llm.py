@@ -45,6 +45,8 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or a parameter is refused; then none of them is answered.
+
+        Requests that `engine` holds of its own are computed beside these; `engine.step` returns their outputs later.
         """
         return self._run(prompts_in(prompts), sampling_params, {})
 
@@ -74,19 +76,28 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
         finished: dict[str, RequestOutput] = {}
+        of_others: list[RequestOutput] = []  # the engine may hold requests of its own, too
         request_ids: list[str] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 request_ids.append(
                     self.engine.add_request(prompt, one, template_options=template_options, only_final=True)
                 )
-            while not finished.keys() >= set(request_ids):  # the engine may hold requests of its own, too
-                finished.update((output.request_id, output) for output in self.engine.step() if output.finished)
+            waiting = set(request_ids)
+            while waiting:
+                for output in self.engine.step():
+                    if output.request_id in waiting:  # only its final output comes
+                        waiting.remove(output.request_id)
+                        finished[output.request_id] = output
+                    else:
+                        of_others.append(output)
         except BaseException:  # also Ctrl-C: nothing of this call may be left in the engine for the next one
             for request_id in request_ids:
                 self.engine.abort_request(request_id)
             self.engine.drop_outputs(request_ids)
             raise
+        finally:  # not before: the next step of this call would return them at once
+            self.engine.return_outputs(of_others)
         return [finished[request_id] for request_id in request_ids]
 
 

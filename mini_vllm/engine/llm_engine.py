@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -330,6 +330,10 @@ class LLMEngine:
     def drop_outputs(self, request_ids: Collection[str]) -> None:
         """Forget outputs of these requests that `step` has not returned yet; nobody wants them any more."""
         self._undelivered = [output for output in self._undelivered if output.request_id not in request_ids]
+
+    def return_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """Give back outputs that `step` has returned to one who has no use for them: the next `step` returns them."""
+        self._undelivered[:0] = outputs
 
     def shutdown(self) -> None:
         """Give the model and the cache up. From now on requests are refused, and `step` returns nothing."""
