@@ -201,6 +201,12 @@ class EngineConfig:
                 f"enable_prefix_caching shares blocks and needs cache='paged', got cache={self.cache!r}",
                 field="enable_prefix_caching",
             )
+        if self.attention_backend == "cpu" and self.kernels == "none":
+            raise InvalidConfigError(
+                "attention_backend='cpu' is one of the C++ kernels, and kernels='none' runs plain PyTorch alone; take "
+                "attention_backend='reference', or leave kernels out",
+                field="attention_backend",
+            )
         if self.cache == "paged" and self.block_size & (self.block_size - 1):
             raise InvalidConfigError(f"block_size must be a power of two, got {self.block_size}", field="block_size")
         if self.max_model_len is not None:

@@ -644,6 +644,7 @@ TEXTS = (
         ({"policy": "no_such"}, "policy"),
         ({"policy": "no_such_module:Class"}, "policy"),
         ({"attention_backend": "warp"}, "attention_backend"),
+        ({"attention_backend": "cpu", "kernels": "none"}, "attention_backend"),
         *(({name: 5}, name) for name in TEXTS),
         *(({name: ""}, name) for name in TEXTS),
         ({"device": None}, "device"),
