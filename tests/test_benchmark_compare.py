@@ -19,7 +19,7 @@ from mini_vllm.benchmark import compare, peer_process
 from mini_vllm.benchmark.compare import bench_compare, compare_table, phases_of
 from mini_vllm.benchmark.options import CompareOptions, WorkloadOptions
 from mini_vllm.benchmark.peer_model import huggingface_directory
-from mini_vllm.benchmark.peers import model_for, peers_of
+from mini_vllm.benchmark.peers import check_starts, model_for, peers_of
 from mini_vllm.benchmark.records import BenchmarkError
 from mini_vllm.config import EngineConfig
 from mini_vllm.errors import InvalidConfigError
@@ -179,6 +179,31 @@ def test_without_peers_those_of_this_python_are_taken() -> None:
 def test_a_model_that_a_peer_cannot_read_is_refused_before_anything_runs(model: Path, peer: str, message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         bench_compare(EngineConfig(model=str(model), **ENGINE), CompareOptions(peer=peer), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peer": "vllm=/nope/python"}, "peer 'vllm' cannot start: '/nope/python' is no program that can be run here"),
+        ({"peer": "vllm:b=no-such-program x"}, "write vllm:b=/path/to/python, the Python that it is installed in"),
+        ({"peer": "vllm=env A=B /nope/python"}, "peer 'vllm' cannot start: '/nope/python'"),
+        ({"peer": f"vllm={sys.executable}", "peer_model": "vllm=/nope"}, "peer_model of 'vllm' is not there: '/nope'"),
+        ({"peer": f"llama-cpp={sys.executable}", "peer_model": "llama-cpp=no.gguf"}, "'llama-cpp' is not there"),
+    ],
+)
+def test_a_peer_that_plainly_cannot_start_is_refused_before_anything_runs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(compare, "run_process", lambda *_: pytest.fail("something was measured"))
+    with pytest.raises(InvalidConfigError, match=message) as error:
+        bench_compare(EngineConfig(model=str(model), **ENGINE), CompareOptions(**{**PHASES, **fields}), SMALL)
+    assert error.value.field in fields
+
+
+@pytest.mark.parametrize("command", ["env A=B python3", "env -u A /x/python", f"env A=B {sys.executable} -u"])
+def test_a_peer_that_may_start_is_not_refused(command: str) -> None:
+    (peer,) = peers_of(CompareOptions(peer=f"vllm={command}", peer_model="vllm=some/name"))
+    check_starts(peer)
 
 
 class Llama:

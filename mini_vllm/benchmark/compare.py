@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mini_vllm.benchmark.options import CompareOptions, WorkloadOptions
-from mini_vllm.benchmark.peers import load_url, model_for, peers_of, run_process
+from mini_vllm.benchmark.peers import Peer, check_starts, load_url, model_for, peers_of, run_process
 from mini_vllm.benchmark.progress import NoProgress, Progress
 from mini_vllm.benchmark.records import BenchmarkError
 from mini_vllm.benchmark.report import Spread, Table, processor
@@ -55,12 +55,13 @@ def bench_compare(
 
     Raises:
         BenchmarkError: this engine failed, or its runs disagree.
-        InvalidConfigError, ModelNotFoundError, DownloadError, ModelLoadError: the options or the model are wrong.
+        InvalidConfigError, ModelNotFoundError, DownloadError, ModelLoadError: the options or the model are wrong, or a
+            peer plainly cannot start; then nothing has been measured.
     """
     progress = progress or NoProgress()
     files = resolve_model(config.model, revision=config.revision)
     tokenizer, dtype = load_tokenizer(files), resolved_dtype(config, files)
-    peers = [(peer, model_for(peer, files, dtype)) for peer in peers_of(options)]
+    peers = _peers_and_models(options, files, dtype)
     phases = phases_of(tokenizer, options, workload)
     longest = config.max_model_len or load_model_config(files).max_position_embeddings
     for phase in phases.values():
@@ -84,6 +85,14 @@ def bench_compare(
         "header": header,
         "results": [_figures(one, ours, job["phases"]) for one in results],
     }
+
+
+def _peers_and_models(options: CompareOptions, files: ModelFiles, dtype: str) -> list[tuple[Peer, str]]:
+    """Each peer with what it runs; one that plainly cannot start is refused here, before minutes go into the others."""
+    peers = [(peer, model_for(peer, files, dtype)) for peer in peers_of(options)]
+    for peer, _ in peers:
+        check_starts(peer)
+    return peers
 
 
 def _header(options: CompareOptions, workload: WorkloadOptions, mixed: Workload) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from mini_vllm.store.model_store import ModelFiles
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 _MODULES = {"vllm": "vllm", "transformers": "transformers", "openvino": "openvino_genai", "llama-cpp": "llama_cpp"}
+_READ_FILES_ONLY = ("openvino", "llama-cpp")
 _LONGEST_ERROR = 1000  # characters of a peer's last words that are shown
 
 
@@ -131,6 +133,38 @@ def model_for(peer: Peer, files: ModelFiles, dtype: str) -> str:
             )
         return str(files.path)
     return str(huggingface_directory(files, dtype))
+
+
+def check_starts(peer: Peer) -> None:
+    """Refuse a peer that plainly cannot start: only what can be seen without starting it.
+
+    Raises:
+        InvalidConfigError: the program, or the model that it reads from this disk, is not there.
+    """
+    if peer.kind != "url":
+        for program in _programs_of(peer.command):
+            if shutil.which(program) is None:
+                raise InvalidConfigError(
+                    f"peer {peer.label!r} cannot start: {program!r} is no program that can be run here; write "
+                    f"{peer.label}=/path/to/python, the Python that it is installed in",
+                    field="peer",
+                )
+    if peer.model is None or peer.kind == "url" or Path(peer.model).exists():
+        return
+    if peer.kind in _READ_FILES_ONLY or Path(peer.model).is_absolute():  # else it may be a name at Hugging Face
+        raise InvalidConfigError(
+            f"peer_model of {peer.label!r} is not there: {peer.model!r}; write {peer.label}=PATH of what it runs",
+            field="peer_model",
+        )
+
+
+def _programs_of(command: Sequence[str]) -> list[str]:
+    """The program, and behind `env A=B` the one that it starts, unless `env` has flags or sets where to look for it."""
+    programs = [command[0]]
+    if Path(command[0]).name == "env":
+        behind = next((word for word in command[1:] if "=" not in word), "-")
+        programs += [behind] if "/" in behind and not behind.startswith("-") else []
+    return programs
 
 
 def run_process(command: Sequence[str], job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
