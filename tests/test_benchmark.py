@@ -492,6 +492,24 @@ def test_a_configuration_without_weights_can_be_measured(mini_vllm: CommandLine,
         ),
         (("latency", "--batch-sizes", "1,0"), "batch_sizes is written 1,4,16"),
         (("latency", "--batch-sizes", "9" * 20), "batch_sizes is written 1,4,16"),
+        (("latency", "--batch-sizes", "4,1,4"), "batch_sizes gives 4 twice, got '4,1,4'; write each once"),
+        (
+            ("latency", "--max-num-seqs", "2", "--batch-sizes", "1,4"),
+            "batch_sizes asks for 4 requests at once, and max_num_seqs=2 runs 2; leave batch sizes over 2 out, or "
+            "raise max_num_seqs",
+        ),
+        (
+            ("latency", "--scheduling", "sequential", "--batch-sizes", "2"),
+            "batch_sizes asks for 2 requests at once, and scheduling='sequential' runs 1; leave",
+        ),
+        (
+            ("latency", "--cache", "none"),
+            "batch_sizes asks for 64 requests at once, and scheduling='sequential' (from cache='none') runs 1; leave",
+        ),
+        (
+            ("throughput", "--attention-backend", "cpu", "--kernels", "none"),
+            "attention_backend='cpu' is one of the C++ kernels, and kernels='none' runs plain PyTorch alone; take",
+        ),
         (("latency", "--seed", "-1"), "seed must be 0 or more, got -1"),
         (("throughput", "--num-prompts", "9" * 20), "a workload has 1 to 1,000,000 requests"),
         (("throughput", "--shared-prefix-len", "9" * 20), "shared_prefix_len must be at most 10,000,000"),

@@ -33,6 +33,7 @@ from mini_vllm.benchmark.runner import (
 from mini_vllm.benchmark.step_times import PARTS, StepTimes
 from mini_vllm.benchmark.workload import Lengths, Workload, synthetic_workload
 from mini_vllm.config import EngineConfig
+from mini_vllm.errors import InvalidConfigError
 from mini_vllm.tokenizer.tokenizer import Tokenizer
 
 
@@ -49,8 +50,9 @@ def bench_latency(
 
     Raises:
         BenchmarkError: a run does not count.
-        InvalidConfigError: the engine does not start, or the lengths do not fit it.
+        InvalidConfigError: the engine does not start, or the batch sizes or the lengths do not fit it.
     """
+    _check_batches_run_whole(config, options)
     bench = open_bench(config, load, clock, progress)
     pairs = [(pair, _workload(bench.engine.tokenizer, *pair, options)) for pair in options.pairs()]
     for _, workload in pairs:
@@ -72,6 +74,23 @@ def bench_latency(
     }
     bench.engine.shutdown()
     return {"benchmark": "latency", "header": header, "results": results}
+
+
+def _check_batches_run_whole(config: EngineConfig, options: LatencyOptions) -> None:
+    """Where part of a batch waits for the rest, the times are of another batch size than the table would say."""
+    largest = max(size for size, _ in options.pairs())
+    if config.scheduling == "sequential":
+        most, limit = 1, "scheduling='sequential'" + (" (from cache='none')" if config.cache == "none" else "")
+        remedy = "choose another scheduling"
+    else:
+        most, limit = config.max_num_seqs, f"max_num_seqs={config.max_num_seqs}"
+        remedy = "raise max_num_seqs"
+    if largest > most:
+        raise InvalidConfigError(
+            f"batch_sizes asks for {largest} requests at once, and {limit} runs {most}; leave batch sizes over {most} "
+            f"out, or {remedy}",
+            field="batch_sizes",
+        )
 
 
 def _workload(tokenizer: Tokenizer, batch_size: int, input_len: int, options: LatencyOptions) -> Workload:

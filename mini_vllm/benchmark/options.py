@@ -266,4 +266,7 @@ def _integers(name: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 8 and int(part) > 0 for part in parts):
         raise InvalidConfigError(f"{name} is written 1,4,16, each from 1 to 9,999,999, got {text[:80]!r}", field=name)
-    return [int(part) for part in parts]
+    numbers = [int(part) for part in parts]
+    if twice := [number for place, number in enumerate(numbers) if number in numbers[:place]]:
+        raise InvalidConfigError(f"{name} gives {twice[0]} twice, got {text[:80]!r}; write each once", field=name)
+    return numbers
