@@ -364,8 +364,9 @@ def test_the_kernels_are_right_without_avx512_too() -> None:
     """The same source for processors with AVX2 only, in a process of its own: operators are registered once."""
     if os.environ.get(build.FLAGS_VARIABLE):
         pytest.skip("this is that process")
-    chosen = ["linear", "rms_norm", "rotary", "silu", "same_bits", "never_matters"]
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-p", "no:cacheprovider", "-k", " or ".join(chosen)]
+    chosen = ["linear", "rms_norm", "rotary", "silu", "same_bits", "never_matters", "any_size"]
+    files = [__file__, str(Path(__file__).with_name("test_fused_layers.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", *files, "-p", "no:cacheprovider", "-k", " or ".join(chosen)]
     environment = {**os.environ, build.FLAGS_VARIABLE: "-march=x86-64-v3"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -32,6 +32,7 @@ STEPS = {
     "more rows than one block takes": [(1, 20 + i) for i in range(64)],
     "decodes and short chunks, enough for two halves": [(1 if i % 3 else 5, 30 + i) for i in range(80)],
     "prefills, chunks and decodes": [(70, 70), (1, 50), (17, 117), (1, 1), (3, 64), (33, 33), (16, 200)],
+    "sequences that are cut evenly in another order only": [(60, 60), (1, 9), (50, 90), (2, 30), (100, 130), (40, 40)],
     "so many rows that threads share them": [(200, 200), (1, 9), (190, 195), (150, 240)],
 }
 SHAPES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one key head": {"num_kv_heads": 1, "head_dim": 12},
     "wide": {"hidden_size": 96, "intermediate_size": 160, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     "capped": {"attention_softcap": 5.0},
+    "many heads to a key head": {"num_heads": 10, "num_kv_heads": 2, "head_dim": 24, "sliding_windows": (1, 2)},
 }
 
 
@@ -169,6 +171,52 @@ def test_what_one_thread_leaves_to_another_has_the_same_bits(monkeypatch: pytest
                 assert_same(torch.bfloat16, "deep", step, 16)
     finally:
         torch.set_num_threads(before)
+
+
+def changed(metadata: AttentionMetadata, name: str, value: Any) -> AttentionMetadata:
+    tensor: Tensor = getattr(metadata, name)
+    return replace(metadata, **{name: torch.tensor(value, dtype=tensor.dtype)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("block_tables", [[0, 1, 2]], "a table for each of 2 sequences"),
+        ("context_lens", [20, 49], "sequence 1 has 49 keys, its table has room for 48"),
+        ("context_lens", [2, 40], "sequence 0 has 3 tokens in a context of 2"),
+        ("query_starts", [1, 3, 4], "query_starts must go from 0 to the 4 tokens"),
+        ("query_starts", [0, 3, 5], "query_starts must go from 0 to the 4 tokens"),
+        ("query_starts", [0, 4, 4], "sequence 1 has 0 tokens"),
+        ("block_tables", [[0, 1, 9], [2, 3, 5]], "sequence 1 has block 5, there are 5"),
+        ("block_tables", [[-1, 1, 9], [2, 3, 4]], "sequence 0 has block -1"),
+        ("slot_mapping", [17, 18, 19, 80], "slot 80 lies outside of 80"),
+        ("slot_mapping", [17, 18, 19], "slot_mapping must have 4 entries, got 3"),
+    ],
+)
+def test_a_step_that_does_not_fit_its_pool_is_refused(name: str, value: Any, message: str) -> None:
+    model, fused = fused_layers(torch.float32, {})
+    good, positions, num_blocks = metadata_of([(3, 20), (1, 40)], 16)
+    good = changed(good, "block_tables", [[0, 1, 9], [2, 3, 4]])  # the 9 stands behind the last key
+    bad = changed(good, name, value)
+    hidden = torch.zeros(4, model.config.hidden_size)
+    cos, sin = model.rotaries[0](positions, torch.float32)
+    heads = torch.zeros(4, model.config.num_heads + 2 * model.config.num_kv_heads, model.config.head_dim)
+    query, key, value_heads = heads.split([model.config.num_heads, *(model.config.num_kv_heads,) * 2], dim=1)
+    for metadata in (good, bad):
+        backend = filled_backend(model, 16, num_blocks, torch.float32)
+
+        def by_layers(plan: PagedCpuAttention) -> Tensor:
+            return fused(hidden, cos, sin, plan)
+
+        def by_attention(plan: PagedCpuAttention) -> Tensor:
+            return plan(0, query, key, value_heads)
+
+        for call in (by_layers, by_attention):
+            if metadata is good:
+                call(backend.begin(metadata))
+            else:
+                with pytest.raises(RuntimeError, match=message):
+                    call(backend.begin(metadata))
 
 
 def test_layers_that_differ_are_not_joined() -> None:

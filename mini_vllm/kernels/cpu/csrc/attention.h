@@ -24,7 +24,7 @@
 //
 // Exactness: what a row computes depends on its query, its position and the keys it sees. Which rows stand beside it,
 // how the sequence was cut into chunks, and the size of a block do not enter: tiles lie at absolute positions, every sum
-// is taken in order, and a key that is not seen adds exactly nothing.
+// is taken in order, and a key that is not seen adds exactly nothing if its value is a finite number.
 #pragma once
 
 #include <algorithm>

@@ -17,7 +17,8 @@
 
 namespace mini_vllm {
 
-constexpr int64_t WINDOW_BLOCKS = 10;  // of rows, for each thread: so many go through several pieces at a time
+// Of rows, for each thread: so many go through several pieces at a time. Threads share a window by panels (Share in linear.h).
+constexpr int64_t WINDOW_BLOCKS = CHUNK_BLOCKS / 2;
 
 template <class Element>
 struct DecoderLayer {
@@ -54,6 +55,9 @@ struct DecoderStep {
   int64_t hidden_width() const { return layers[0].qkv.inputs; }
   int64_t attended_width() const { return attention.num_heads * attention.head_dim; }
   int64_t tokens_of(int64_t first, int64_t last) const { return query_starts[last] - query_starts[first]; }
+  int64_t cost_of(int64_t sequence) const {
+    return tokens_of(sequence, sequence + 1) * (token_cost + context_lens[sequence]);
+  }
   // The largest window of a layer; 0: some layer sees all keys.
   int64_t widest_window() const {
     int64_t widest = 0;

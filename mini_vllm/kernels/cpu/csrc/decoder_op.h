@@ -23,6 +23,12 @@ struct LayerTensors {
   at::IntArrayRef windows;
 
   int64_t count() const { return int64_t(windows.size()); }
+  int64_t num_blocks() const {
+    int64_t fewest = key_caches[0].size(0);
+    for (at::TensorList list : {key_caches, value_caches})
+      for (const Tensor& cache : list) fewest = std::min(fewest, cache.size(0));
+    return fewest;
+  }
 };
 
 inline void check_layers(const LayerTensors& tensors, const Tensor& hidden) {
@@ -69,9 +75,7 @@ struct StepTensors {
   int64_t sequences() const { return context_lens.size(0); }
 };
 
-inline void check_step_tensors(const StepTensors& step, int64_t head_dim) {
-  check_step(step.block_tables, step.query_starts, step.context_lens, step.slot_mapping);
-  check_tokens(step.tokens(), step.query_starts, step.context_lens, step.slot_mapping);
+inline void check_angles(const StepTensors& step, int64_t head_dim) {
   for (const Tensor* angles : {&step.cos, &step.sin}) {
     check_like(*angles, step.hidden, "cos and sin");
     TORCH_CHECK(angles->numel() == step.tokens() * head_dim / 2, "cos and sin must be [tokens, 1, head_dim / 2]");
@@ -90,6 +94,13 @@ inline StepTensors reordered(const StepTensors& step, std::vector<int64_t>& orde
   const auto pick = [](const Tensor& from, const Tensor& index) { return at::index_select(from, 0, index); };
   return {pick(step.hidden, by_token), pick(step.cos, by_token), pick(step.sin, by_token), pick(step.slot_mapping, by_token),
           pick(step.block_tables, by_sequence), query_starts, pick(step.context_lens, by_sequence)};
+}
+
+inline std::vector<int64_t> costs_of(const StepTensors& step, int64_t token_cost) {
+  const int32_t *starts = data_of<int32_t>(step.query_starts), *contexts = data_of<int32_t>(step.context_lens);
+  std::vector<int64_t> costs;
+  for (int64_t i = 0; i < step.sequences(); i++) costs.push_back((starts[i + 1] - starts[i]) * (token_cost + contexts[i]));
+  return costs;
 }
 
 // The sizes of a model's layers.
@@ -146,13 +157,12 @@ inline Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const
                            float(scale), float(softcap), only_last_tokens};
   TORCH_CHECK(sizes.inner_width % PANEL == 0, "the inner width must be a multiple of ", PANEL, ", got ", sizes.inner_width);
   const StepTensors step{hidden, cos, sin, slot_mapping, block_tables, query_starts, context_lens};
-  check_step_tensors(step, sizes.head_dim);
+  check_step({block_tables, query_starts, context_lens, slot_mapping}, step.tokens(), block_size, tensors.num_blocks());
+  check_angles(step, sizes.head_dim);
   TORCH_CHECK(scale > 0, "scale must be positive");
   const int64_t threads = at::get_num_threads();
   std::vector<int64_t> order;
-  if (is_shared_out(step.tokens(), threads))
-    order = even_order(data_of<int32_t>(query_starts), data_of<int32_t>(context_lens), step.sequences(), sizes.token_cost(),
-                       threads);
+  if (is_shared_out(step.tokens(), threads)) order = even_order(costs_of(step, sizes.token_cost()), threads);
   if (std::is_sorted(order.begin(), order.end())) return run_layers(tensors, sizes, step);
   std::vector<int64_t> tokens, places(step.tokens());
   const Tensor result = run_layers(tensors, sizes, reordered(step, order, tokens));

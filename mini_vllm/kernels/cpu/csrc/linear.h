@@ -226,7 +226,7 @@ struct Share {
   int64_t first_block, last_block, first, last;
 
   Share(int64_t blocks, int64_t panels, int64_t thread, int64_t threads) {
-    const bool by_rows = blocks >= threads * CHUNK_BLOCKS / 2;
+    const bool by_rows = blocks > threads * CHUNK_BLOCKS / 2;
     const auto part = [&](int64_t count, int64_t index) { return count * index / threads; };
     first_block = by_rows ? part(blocks, thread) : 0, last_block = by_rows ? part(blocks, thread + 1) : blocks;
     first = by_rows ? 0 : part(panels, thread), last = by_rows ? panels : part(panels, thread + 1);

@@ -136,8 +136,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
                 "query, key and value must be [tokens, heads, ", head_dim, "], a token's heads side by side");
   check_like(key_cache, query, "key_cache");
   check_like(value_cache, query, "value_cache");
-  check_step(block_tables, query_starts, context_lens, slot_mapping);
-  check_tokens(query.size(0), query_starts, context_lens, slot_mapping);
+  check_step({block_tables, query_starts, context_lens, slot_mapping}, query.size(0), block_size,
+             std::min(key_cache.size(0), value_cache.size(0)));
   TORCH_CHECK(scale > 0, "scale must be positive");  // the largest score is looked for before it is scaled
   Tensor output = at::empty({query.size(0), num_heads, head_dim}, query.options());
   with_element_of(query, [&](auto* element) {

@@ -36,42 +36,64 @@ inline bool is_shared_out(int64_t tokens, int64_t threads) { return tokens >= th
 // twice as long for a multiplication. So a token costs as much as seeing so many keys:
 inline int64_t token_cost(int64_t weights, int64_t attended_width) { return weights / (4 * attended_width); }
 
-// Sequences in an order that can be cut into parts of nearly the same cost: the dearest that is left goes to the thread that
-// has least, and each thread's stand side by side.
-inline std::vector<int64_t> even_order(const int32_t* query_starts, const int32_t* context_lens, int64_t sequences,
-                                       int64_t token_cost, int64_t threads) {
-  std::vector<int64_t> costs(sequences), order(sequences), owners(sequences), sums(threads);
-  for (int64_t i = 0; i < sequences; i++) costs[i] = (query_starts[i + 1] - query_starts[i]) * (token_cost + context_lens[i]);
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return costs[one] > costs[other]; });
-  for (int64_t i : order) {
-    owners[i] = std::min_element(sums.begin(), sums.end()) - sums.begin();
-    sums[owners[i]] += costs[i];
-  }
-  std::sort(order.begin(), order.end());
-  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return owners[one] < owners[other]; });
-  return order;
-}
-
-// The sequences before the first that lies past `wanted` of all costs, or with it if that is nearer. `costs`: running sums.
-inline int64_t nearest(const std::vector<int64_t>& costs, int64_t wanted, int64_t first) {
-  int64_t last = std::lower_bound(costs.begin(), costs.end(), wanted) - costs.begin();
-  if (last > first + 1 && wanted - costs[last - 1] < costs[last] - wanted) last--;
+// Where a stretch of running sums ends that begins at `first` and should end at `wanted`: at the nearest sum behind `first`.
+inline int64_t nearest(const std::vector<int64_t>& sums, int64_t wanted, int64_t first) {
+  int64_t last = std::lower_bound(sums.begin(), sums.end(), wanted) - sums.begin();
+  if (last > first + 1 && wanted - sums[last - 1] < sums[last] - wanted) last--;
   return last;
 }
 
-// Cuts a part into `count` that are alike in cost within an eighth; where that cannot be, it stays one.
+// Cuts running sums into `count` stretches that are nearly alike: where each begins, and where the last one ends.
+inline std::vector<int64_t> even_stretches(const std::vector<int64_t>& sums, int64_t count) {
+  std::vector<int64_t> starts{0};
+  for (int64_t i = 0; i < count; i++) starts.push_back(nearest(sums, sums.back() * (i + 1) / count, starts.back()));
+  return starts;
+}
+
+inline int64_t largest(const std::vector<int64_t>& starts, const std::vector<int64_t>& sums) {
+  int64_t most = 0;
+  for (size_t i = 1; i < starts.size(); i++) most = std::max(most, sums[starts[i]] - sums[starts[i - 1]]);
+  return most;
+}
+
+inline std::vector<int64_t> running_sums(const std::vector<int64_t>& costs, const std::vector<int64_t>& order) {
+  std::vector<int64_t> sums{0};
+  for (int64_t i : order) sums.push_back(sums.back() + costs[i]);
+  return sums;
+}
+
+// Sequences in an order that can be cut into more even parts than the given one: the dearest that is left goes to the thread
+// that has least, and each thread's stand side by side. Or in the given order, if that does not help.
+inline std::vector<int64_t> even_order(const std::vector<int64_t>& costs, int64_t threads) {
+  const int64_t sequences = int64_t(costs.size());
+  std::vector<int64_t> given(sequences), owners(sequences), loads(threads);
+  std::iota(given.begin(), given.end(), 0);
+  std::vector<int64_t> order = given;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return costs[one] > costs[other]; });
+  for (int64_t i : order) {
+    owners[i] = std::min_element(loads.begin(), loads.end()) - loads.begin();
+    loads[owners[i]] += costs[i];
+  }
+  order = given;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return owners[one] < owners[other]; });
+  const auto largest_part = [&](const std::vector<int64_t>& in_order) {
+    const std::vector<int64_t> sums = running_sums(costs, in_order);
+    return largest(even_stretches(sums, threads), sums);
+  };
+  return largest_part(order) < largest_part(given) ? order : given;
+}
+
+// Cuts a part into `count` of which none costs over an eighth more than their average; where that cannot be, it stays one.
 template <class Element>
 std::vector<Part> cut(const DecoderStep<Element>& step, Part part, int64_t count) {
-  std::vector<int64_t> costs{0};
-  for (int64_t i = part.first; i < part.last; i++)
-    costs.push_back(costs.back() + step.tokens_of(i, i + 1) * (step.token_cost + step.context_lens[i]));
+  std::vector<int64_t> sums{0};
+  for (int64_t i = part.first; i < part.last; i++) sums.push_back(sums.back() + step.cost_of(i));
+  const std::vector<int64_t> starts = even_stretches(sums, count);
   std::vector<Part> parts;
-  for (int64_t i = 0, first = 0; i < count; i++) {
-    const int64_t last = nearest(costs, costs.back() * (i + 1) / count, first);
-    if (last <= first || (costs[last] - costs[first]) * count > costs.back() + costs.back() / 8) return {part};
-    parts.push_back({part.first + first, part.first + last});
-    first = last;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t cost = sums[starts[i + 1]] - sums[starts[i]];
+    if (starts[i + 1] <= starts[i] || cost * count > sums.back() + sums.back() / 8) return {part};
+    parts.push_back({part.first + starts[i], part.first + starts[i + 1]});
   }
   return parts;
 }

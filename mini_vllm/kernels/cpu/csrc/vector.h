@@ -165,9 +165,9 @@ inline Floats reciprocal(Floats x) {
 #endif
 }
 
-// 1 / (1 + exp(-x)). Below -83 it stays 2^-120.
+// 1 / (1 + exp(-x)). Below -83 it stays 2^-120, which times x is still nothing for any x of a model.
 inline Floats sigmoid(Floats x) {
-  const Floats power = max(broadcast(-126.0f), x * -1.44269504f);  // NaN stays what it is
+  const Floats power = max(broadcast(-126.0f), x * -1.44269504f);  // the usual NaN stays what it is
   return reciprocal(1.0f + exp2_within_range(min(broadcast(120.0f), power)));
 }
 
