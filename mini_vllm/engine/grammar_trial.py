@@ -162,11 +162,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _read_answers(pipe: IO[bytes], answers: queue.Queue[bytes]) -> None:
     """In a thread of its own: not every system can read a pipe with a time limit. Empty bytes are the end."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # it was closed on this side, which is an end like any other
         while (message := _read(pipe)) is not None:
             answers.put(message)
-    except (OSError, ValueError):  # it was closed on this side
-        pass
     answers.put(b"")
 
 
@@ -186,12 +184,11 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """The other process: a vocabulary comes in, then sources; a reason goes out for each, empty if all is well."""
-    try:
-        import resource  # not there on Windows, whose memory is then not bounded
+    # Not there on Windows, whose memory is then not bounded; and refused where a lower limit is set already.
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    except (ImportError, ValueError, OSError):  # or a lower limit is set already
-        pass
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     head = _read(requests)
     if head is None:

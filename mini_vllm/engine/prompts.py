@@ -104,11 +104,13 @@ def checked_token_ids(prompt: Any) -> list[int]:
 def _whole(token_id: Any) -> int:
     """An integer of Python or NumPy as Python's; booleans and 1.0 are none."""
     try:
-        if not isinstance(token_id, bool):
-            return operator.index(token_id)
-    except TypeError:
-        pass
-    raise InvalidRequestError(f"prompt must hold whole numbers, got {str(token_id)[:80]!r} in it", param="prompt")
+        if isinstance(token_id, bool):
+            raise TypeError("a boolean is no token id")
+        return operator.index(token_id)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"prompt must hold whole numbers, got {str(token_id)[:80]!r} in it", param="prompt"
+        ) from error
 
 
 def _is_message(value: Any) -> bool:
