@@ -32,7 +32,7 @@ STEPS = {
     "more rows than one block takes": [(1, 20 + i) for i in range(64)],
     "decodes and short chunks, enough for two halves": [(1 if i % 3 else 5, 30 + i) for i in range(80)],
     "prefills, chunks and decodes": [(70, 70), (1, 50), (17, 117), (1, 1), (3, 64), (33, 33), (16, 200)],
-    "sequences that are cut evenly in another order only": [(60, 60), (1, 9), (50, 90), (2, 30), (100, 130), (40, 40)],
+    "unequal prefills": [(60, 60), (1, 9), (50, 90), (2, 30), (100, 130), (40, 40)],
     "so many rows that threads share them": [(200, 200), (1, 9), (190, 195), (150, 240)],
 }
 SHAPES: dict[str, dict[str, Any]] = {

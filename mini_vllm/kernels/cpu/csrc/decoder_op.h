@@ -1,10 +1,7 @@
-// The operator `decoder_layers`: checks, memory, and the order of the sequences.
+// The operator `decoder_layers`: checks and memory.
 #pragma once
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/index_select.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <array>
 
@@ -64,8 +61,6 @@ DecoderLayer<Element> layer_of(const LayerTensors& tensors, int64_t index, const
           data_of<Element>(keys), data_of<Element>(values), tensors.windows[index]};
 }
 
-inline Tensor index_of(std::vector<int64_t>& places) { return at::from_blob(places.data(), int64_t(places.size()), at::kLong); }
-
 // What is known of a step's tokens and sequences.
 struct StepTensors {
   Tensor hidden, cos, sin, slot_mapping;             // of each token
@@ -82,27 +77,6 @@ inline void check_angles(const StepTensors& step, int64_t head_dim) {
   }
 }
 
-// The same step with its sequences in another order. `tokens`: for each token of the new step, its place in the old one.
-inline StepTensors reordered(const StepTensors& step, std::vector<int64_t>& order, std::vector<int64_t>& tokens) {
-  const int32_t* starts = data_of<int32_t>(step.query_starts);
-  Tensor query_starts = at::zeros_like(step.query_starts);
-  for (int64_t i = 0; i < step.sequences(); i++) {
-    for (int64_t token = starts[order[i]]; token < starts[order[i] + 1]; token++) tokens.push_back(token);
-    data_of<int32_t>(query_starts)[i + 1] = int32_t(tokens.size());
-  }
-  const Tensor by_token = index_of(tokens), by_sequence = index_of(order);
-  const auto pick = [](const Tensor& from, const Tensor& index) { return at::index_select(from, 0, index); };
-  return {pick(step.hidden, by_token), pick(step.cos, by_token), pick(step.sin, by_token), pick(step.slot_mapping, by_token),
-          pick(step.block_tables, by_sequence), query_starts, pick(step.context_lens, by_sequence)};
-}
-
-inline std::vector<int64_t> costs_of(const StepTensors& step, int64_t token_cost) {
-  const int32_t *starts = data_of<int32_t>(step.query_starts), *contexts = data_of<int32_t>(step.context_lens);
-  std::vector<int64_t> costs;
-  for (int64_t i = 0; i < step.sequences(); i++) costs.push_back((starts[i + 1] - starts[i]) * (token_cost + contexts[i]));
-  return costs;
-}
-
 // The sizes of a model's layers.
 struct DecoderSizes {
   int64_t num_heads, num_kv_heads, head_dim, width, inner_width, block_size;
@@ -111,12 +85,14 @@ struct DecoderSizes {
 
   int64_t attended_width() const { return num_heads * head_dim; }
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  // A token's products are so many multiplications in a layer, a key that it sees 2 * attended_width; and attention takes
+  // about twice as long for a multiplication. So a token costs as much as seeing so many keys:
   int64_t token_cost() const {
-    return mini_vllm::token_cost(width * (qkv_width() + attended_width() + 3 * inner_width), attended_width());
+    return width * (qkv_width() + attended_width() + 3 * inner_width) / (4 * attended_width());
   }
 };
 
-// `step` through all layers, its sequences in their order.
+// `step` through all layers.
 inline Tensor run_layers(const LayerTensors& tensors, const DecoderSizes& sizes, const StepTensors& step) {
   const int64_t tokens = step.tokens(), width = sizes.width, qkv_width = sizes.qkv_width();
   const auto memory = [&](int64_t columns) { return at::empty({tokens, columns}, step.hidden.options()); };
@@ -160,14 +136,7 @@ inline Tensor decoder_layers(const Tensor& hidden, at::TensorList weights, const
   check_step({block_tables, query_starts, context_lens, slot_mapping}, step.tokens(), block_size, tensors.num_blocks());
   check_angles(step, sizes.head_dim);
   TORCH_CHECK(scale > 0, "scale must be positive");
-  const int64_t threads = at::get_num_threads();
-  std::vector<int64_t> order;
-  if (is_shared_out(step.tokens(), threads)) order = even_order(costs_of(step, sizes.token_cost()), threads);
-  if (std::is_sorted(order.begin(), order.end())) return run_layers(tensors, sizes, step);
-  std::vector<int64_t> tokens, places(step.tokens());
-  const Tensor result = run_layers(tensors, sizes, reordered(step, order, tokens));
-  for (int64_t i = 0; i < step.tokens(); i++) places[tokens[i]] = i;
-  return at::index_select(result, 0, index_of(places));
+  return run_layers(tensors, sizes, step);
 }
 
 }  // namespace mini_vllm

@@ -19,7 +19,6 @@
 #pragma once
 
 #include <mutex>
-#include <numeric>
 #include <thread>
 
 #include "decoder.h"
@@ -29,13 +28,6 @@ namespace mini_vllm {
 constexpr int64_t MIN_PART_ROWS = 14;   // below so many a thread would wait for the weights
 constexpr int64_t MIN_HALVED_ROWS = 32; // below so many two halves do not pay for reading the weights twice
 
-// Whether so many tokens are enough for threads with sequences of their own.
-inline bool is_shared_out(int64_t tokens, int64_t threads) { return tokens >= threads * MIN_PART_ROWS; }
-
-// A token's products are `weights` multiplications in a layer, a key that it sees 2 * attended_width; and attention takes about
-// twice as long for a multiplication. So a token costs as much as seeing so many keys:
-inline int64_t token_cost(int64_t weights, int64_t attended_width) { return weights / (4 * attended_width); }
-
 // Where a stretch of running sums ends that begins at `first` and should end at `wanted`: at the nearest sum behind `first`.
 inline int64_t nearest(const std::vector<int64_t>& sums, int64_t wanted, int64_t first) {
   int64_t last = std::lower_bound(sums.begin(), sums.end(), wanted) - sums.begin();
@@ -43,57 +35,17 @@ inline int64_t nearest(const std::vector<int64_t>& sums, int64_t wanted, int64_t
   return last;
 }
 
-// Cuts running sums into `count` stretches that are nearly alike: where each begins, and where the last one ends.
-inline std::vector<int64_t> even_stretches(const std::vector<int64_t>& sums, int64_t count) {
-  std::vector<int64_t> starts{0};
-  for (int64_t i = 0; i < count; i++) starts.push_back(nearest(sums, sums.back() * (i + 1) / count, starts.back()));
-  return starts;
-}
-
-inline int64_t largest(const std::vector<int64_t>& starts, const std::vector<int64_t>& sums) {
-  int64_t most = 0;
-  for (size_t i = 1; i < starts.size(); i++) most = std::max(most, sums[starts[i]] - sums[starts[i - 1]]);
-  return most;
-}
-
-inline std::vector<int64_t> running_sums(const std::vector<int64_t>& costs, const std::vector<int64_t>& order) {
-  std::vector<int64_t> sums{0};
-  for (int64_t i : order) sums.push_back(sums.back() + costs[i]);
-  return sums;
-}
-
-// Sequences in an order that can be cut into more even parts than the given one: the dearest that is left goes to the thread
-// that has least, and each thread's stand side by side. Or in the given order, if that does not help.
-inline std::vector<int64_t> even_order(const std::vector<int64_t>& costs, int64_t threads) {
-  const int64_t sequences = int64_t(costs.size());
-  std::vector<int64_t> given(sequences), owners(sequences), loads(threads);
-  std::iota(given.begin(), given.end(), 0);
-  std::vector<int64_t> order = given;
-  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return costs[one] > costs[other]; });
-  for (int64_t i : order) {
-    owners[i] = std::min_element(loads.begin(), loads.end()) - loads.begin();
-    loads[owners[i]] += costs[i];
-  }
-  order = given;
-  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return owners[one] < owners[other]; });
-  const auto largest_part = [&](const std::vector<int64_t>& in_order) {
-    const std::vector<int64_t> sums = running_sums(costs, in_order);
-    return largest(even_stretches(sums, threads), sums);
-  };
-  return largest_part(order) < largest_part(given) ? order : given;
-}
-
 // Cuts a part into `count` of which none costs over an eighth more than their average; where that cannot be, it stays one.
 template <class Element>
 std::vector<Part> cut(const DecoderStep<Element>& step, Part part, int64_t count) {
   std::vector<int64_t> sums{0};
   for (int64_t i = part.first; i < part.last; i++) sums.push_back(sums.back() + step.cost_of(i));
-  const std::vector<int64_t> starts = even_stretches(sums, count);
   std::vector<Part> parts;
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t cost = sums[starts[i + 1]] - sums[starts[i]];
-    if (starts[i + 1] <= starts[i] || cost * count > sums.back() + sums.back() / 8) return {part};
-    parts.push_back({part.first + starts[i], part.first + starts[i + 1]});
+  for (int64_t i = 0, first = 0; i < count; i++) {
+    const int64_t last = nearest(sums, sums.back() * (i + 1) / count, first);
+    if (last <= first || (sums[last] - sums[first]) * count > sums.back() + sums.back() / 8) return {part};
+    parts.push_back({part.first + first, part.first + last});
+    first = last;
   }
   return parts;
 }
@@ -212,7 +164,7 @@ class SharedStep {
     const int64_t threads = at::get_num_threads();
     const Part whole{0, step_.sequences};
     std::vector<Part> parts{whole};
-    if (is_shared_out(step_.tokens_of(0, step_.sequences), threads)) parts = cut(step_, whole, threads);
+    if (step_.tokens_of(0, step_.sequences) >= threads * MIN_PART_ROWS) parts = cut(step_, whole, threads);
     if (int64_t(parts.size()) < threads) return run_together(whole, threads);
     WorkList list(parts);
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
