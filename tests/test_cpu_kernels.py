@@ -187,6 +187,15 @@ def test_activations_are_those_of_the_reference_for_rows_that_lie_apart(
         assert torch.equal(ops.activate(x[row : row + 1], name), result[row : row + 1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_and_the_other_activations_leave_every_nan_what_it_is(dtype: torch.dtype) -> None:
+    bits = [0x7FFFFFFF, 0x7F800001 | 1 << 16, 0x7FC00001, 0x7FC000FF, 0xFFC10000 - (1 << 32)]
+    x = torch.tensor(bits, dtype=torch.int32).view(torch.float32)[:, None].to(dtype)
+    for name in REFERENCES:
+        assert ops.activate(x, name).isnan().all()
+    assert ops.silu_and_mul(torch.cat([x, torch.ones_like(x)], dim=1)).isnan().all()
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 SHAPES = [
@@ -255,6 +264,16 @@ def test_what_was_in_a_block_before_never_matters(block_size: int, dtype: torch.
     for cuts in ([70], [33, 34, 35, 70]):
         clean, poisoned = (attend(layer, tensors, cuts, block_size, poison) for poison in (False, True))
         assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_how_large_scores_are_never_matters(dtype: torch.dtype) -> None:
+    """Of scores over 2^30 the rounding is larger than any exponent of a float."""
+    layer = SHAPES[1]
+    for seed in range(10):
+        query, key = (random(70, heads, 64, dtype=dtype, seed=seed + heads) * 1e5 for heads in (9, 3))
+        attended = attend(layer, [query, key, torch.ones(70, 3, 64, dtype=dtype)], [70], 16, poison=False)
+        torch.testing.assert_close(attended, torch.ones_like(attended), rtol=0.01, atol=0)
 
 
 # ---- a whole model ---------------------------------------------------------------------------------------------------
@@ -364,8 +383,18 @@ def test_the_kernels_are_right_without_avx512_too() -> None:
     """The same source for processors with AVX2 only, in a process of its own: operators are registered once."""
     if os.environ.get(build.FLAGS_VARIABLE):
         pytest.skip("this is that process")
-    chosen = ["linear", "rms_norm", "rotary", "silu", "same_bits", "never_matters", "any_size"]
-    files = [__file__, str(Path(__file__).with_name("test_fused_layers.py"))]
+    chosen = [
+        "linear",
+        "rms_norm",
+        "rotary",
+        "silu",
+        "same_bits",
+        "never_matters",
+        "any_size",
+        "best_outputs",
+        "few_outputs",
+    ]
+    files = [__file__, *(str(Path(__file__).with_name(f"test_{name}.py")) for name in ("fused_layers", "head_screen"))]
     command = [sys.executable, "-m", "pytest", "-q", *files, "-p", "no:cacheprovider", "-k", " or ".join(chosen)]
     environment = {**os.environ, build.FLAGS_VARIABLE: "-march=x86-64-v3"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

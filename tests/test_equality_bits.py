@@ -13,9 +13,11 @@ import pytest
 import torch
 from engine_doubles import assert_quiet, make_engine, run_to_end, tiny_transformer
 from test_equality_matrix import PROMPTS
+from torch import Tensor
 
 from mini_vllm.engine.llm_engine import LLMEngine
 from mini_vllm.kernels.cpu.build import load_kernels
+from mini_vllm.kernels.cpu.ops import multiplies_bytes
 from mini_vllm.model.cpu_layers import FastDecoderLayers, use_cpu_kernels
 from mini_vllm.model.transformer import Transformer
 from mini_vllm.outputs import RequestOutput
@@ -117,3 +119,48 @@ def test_known_tokens_in_a_prefill_have_the_logprobs_that_they_had_as_decodes(dt
     for request_id, (_, logprobs) in zip(ids, alone(dtype), strict=True):
         entries = outputs[request_id][-1].prompt_logprobs
         assert [entry.logprob for entry in entries[-MAX_TOKENS:]] == logprobs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_greedy_draws_give_the_same_tokens_whether_or_not_all_logits_are_computed(dtype: torch.dtype) -> None:
+    """Where no draw of a step wants more than its best token, the head may find it without most of the logits."""
+    head: Any = fast_model(dtype).lm_head
+    assert (head.screen is not None) == multiplies_bytes()
+    engine = fast_engine(dtype)
+    ids = [engine.add_request(prompt, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True) for prompt in PROMPTS]
+    outputs = run_to_end(engine)
+    whole = fast_engine(dtype)
+    whole_ids = [
+        whole.add_request(prompt, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=0)
+        for prompt in PROMPTS
+    ]
+    expected = run_to_end(whole)
+    assert [answer_of(outputs[one][-1])[0] for one in ids] == [answer_of(expected[one][-1])[0] for one in whole_ids]
+
+
+def test_a_model_that_finds_best_tokens_is_asked_only_where_they_are_all_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = fast_model(torch.float32)
+    asked: list[int] = []
+
+    def best_tokens(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(len(hidden))
+        best = model.logits(hidden).max(dim=1)
+        return best.values, best.indices
+
+    monkeypatch.setattr(model, "best_tokens", best_tokens)
+    plain: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    for params, times in [
+        ({}, 2),
+        ({"n": 2}, 2),
+        ({"logprobs": 0}, 0),
+        ({"temperature": 0.5}, 0),
+        ({"presence_penalty": 0.5}, 0),
+        ({"min_tokens": 2}, 0),
+    ]:
+        asked.clear()
+        engine = fast_engine(torch.float32)
+        engine.add_request(PROMPTS[0], **{**plain, **params})
+        run_to_end(engine)
+        assert len(asked) == times, params

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mini_vllm.engine import events
+from mini_vllm.model.language_model import FindsBestTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,3 +123,7 @@ class TimedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         self._observer.mark("logits")
         return self._model.logits(hidden)
+
+    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        self._observer.mark("logits")
+        return self._model.best_tokens(hidden) if isinstance(self._model, FindsBestTokens) else None

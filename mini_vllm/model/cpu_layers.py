@@ -30,6 +30,7 @@ from mini_vllm.model.allocation import WeightMemory, large_blocks_apart
 from mini_vllm.model.attention import StepAttention
 from mini_vllm.model.attention_backends.paged_cpu import PagedCpuAttention
 from mini_vllm.model.feed_forward import GatedMLP
+from mini_vllm.model.head_screen import make_screen
 from mini_vllm.model.layers import Linear, RMSNorm, SiluAndMul, TiedHead
 from mini_vllm.model.onednn_linear import OneDnnHead, OneDnnLinear, prefers_onednn
 from mini_vllm.model.rotary import ApplyRotary
@@ -53,15 +54,22 @@ class PackedLinear(nn.Module):
 
 
 class PackedHead(nn.Module):
-    """Twin of the output layer: [R, hidden_size] -> [R, vocab_size] in float32, not rounded to the model's dtype."""
+    """Twin of the output layer: [R, hidden_size] -> [R, vocab_size] in float32, not rounded to the model's dtype.
+
+    With a screen (head_screen.py) where the processor multiplies bytes: it then `FindsBestTokens`.
+    """
 
     def __init__(self, weight: Tensor, memory: ops.Memory = torch.empty) -> None:
         super().__init__()
         self.packed = ops.pack_linear(weight.contiguous(), memory)
+        self.screen = make_screen(weight, memory) if ops.multiplies_bytes() else None
         self.out_features = weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.packed, self.out_features, float32_output=True)
+
+    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        return None if self.screen is None else self.screen.best_outputs(hidden, self.packed)
 
 
 class FastRMSNorm(nn.Module):

@@ -8,7 +8,7 @@ In vLLM: `VllmModelForTextGeneration` in `vllm/model_executor/models/interfaces_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -36,6 +36,18 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""
+        ...
+
+
+@runtime_checkable
+class FindsBestTokens(Protocol):
+    """A model, or a model's head, that may know the greatest logit of a row without computing the others."""
+
+    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """[R, hidden_size] -> the greatest logit of each row [R] float32 and its first token [R] int64.
+
+        The same bits as `logits` and its maximum. None where all logits must be computed to tell.
+        """
         ...
 
 

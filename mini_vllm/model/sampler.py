@@ -115,6 +115,24 @@ def sample(logits: Tensor, batch: SamplingBatch, steps: SamplerSteps | None = No
     )
 
 
+def take_best(best: Tensor, token_ids: Tensor, rows: Tensor) -> SamplerOutput:
+    """What plain greedy draws that want no logprobs give, of a model that `FindsBestTokens`.
+
+    Args:
+        best: [R] float32, the greatest logit of each row. token_ids: [R] int64, its token.
+        rows: [D] int64, the row that each draw reads.
+    """
+    token_ids = token_ids.index_select(0, rows)
+    return SamplerOutput(
+        token_ids=token_ids,
+        logprobs=None,
+        top_token_ids=None,
+        top_logprobs=None,
+        best=best.index_select(0, rows),
+        has_no_token=torch.zeros_like(token_ids, dtype=torch.bool),
+    )
+
+
 def draw_worked(
     logits: Tensor, best: Tensor, token_ids: Tensor, rows: Tensor, worked: WorkedDraws
 ) -> tuple[Tensor, Tensor]:

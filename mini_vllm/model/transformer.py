@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from mini_vllm.model.attention import AttentionLayerSpec, StepAttention
 from mini_vllm.model.config import ModelConfig
 from mini_vllm.model.feed_forward import build_feed_forward
+from mini_vllm.model.language_model import FindsBestTokens
 from mini_vllm.model.layers import Embedding, Linear, Scale, SoftCap, TiedHead
 from mini_vllm.model.norms import WideRMSNorm, build_head_norm, build_norm
 from mini_vllm.model.rotary import RotaryEmbedding, build_apply_rotary, build_rotary_embedding
@@ -187,6 +188,12 @@ class Transformer(nn.Module):
         logits: Tensor = self.finish_logits(self.lm_head(hidden).to(torch.float32))
         return logits
 
+    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `FindsBestTokens`: what the head knows, if nothing is done with the logits behind it."""
+        if isinstance(self.lm_head, FindsBestTokens) and len(self.finish_logits) == 0:
+            return self.lm_head.best_tokens(hidden)
+        return None
+
 
 def _embedding_scale(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
     """The factor is rounded to the model's dtype, as the models that have one were trained."""
@@ -195,7 +202,7 @@ def _embedding_scale(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
     return Scale(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item())
 
 
-def _finish_logits(config: ModelConfig) -> nn.Module:
+def _finish_logits(config: ModelConfig) -> nn.Sequential:
     """What is done with the head's product, in float32."""
     steps: list[nn.Module] = []
     if config.logit_scale != 1:

@@ -4,7 +4,8 @@ Where it stands: inside the executor, below the engine. A step is four named par
 
     prepare    ScheduledBatch + SequenceTable -> flat token ids, positions, attention metadata
     forward    the transformer over all tokens of the step, prefills and decodes together
-    sample     logits only for the rows that a draw reads, then all draws at once
+    sample     logits only for the rows that a draw reads, then all draws at once; a model that finds the best tokens
+               without all logits does so where no draw wants more
     collect    tensors -> plain numbers
 
 It remembers nothing of a request between steps: all state stands in the engine's sequence table, and in the blocks.
@@ -23,11 +24,11 @@ from mini_vllm.cache.block_manager import BlockCopy
 from mini_vllm.engine.scheduled_batch import ModelOutput, PromptLogprobsSpan, SampledToken, ScheduledBatch
 from mini_vllm.engine.sequence_table import SequenceTable
 from mini_vllm.model.attention import AttentionBackend
-from mini_vllm.model.language_model import LanguageModel
-from mini_vllm.model.sampler import SamplerSteps, prompt_logprobs, sample
+from mini_vllm.model.language_model import FindsBestTokens, LanguageModel
+from mini_vllm.model.sampler import SamplerOutput, SamplerSteps, prompt_logprobs, sample, take_best
 from mini_vllm.outputs import TokenLogprobs
 from mini_vllm.worker.model_inputs import ModelInputs, build_model_inputs
-from mini_vllm.worker.sampling_inputs import build_sampling_batch
+from mini_vllm.worker.sampling_inputs import build_sampling_batch, wants_only_best_tokens
 from mini_vllm.worker.sampling_outputs import collect_logprobs, collect_tokens, fail_broken_prompts
 
 PROMPT_LOGPROB_ROWS = 128  # logits made at a time: a long prompt never allocates length x vocabulary
@@ -53,6 +54,7 @@ class ModelRunner:
         sampler_steps: SamplerSteps | None = None,
     ) -> None:
         self._model = model
+        self._finds_best_tokens = model if isinstance(model, FindsBestTokens) else None
         self._backend = backend
         self._table = table
         self._device = device
@@ -78,10 +80,18 @@ class ModelRunner:
         # Siblings of n draw from one sequence: its logits are computed once, and are the row of each of them.
         drawn_from = [inputs.query_starts[draw.sequence + 1] - 1 for draw in batch.draws]
         row_of = {token: row for row, token in enumerate(dict.fromkeys(drawn_from))}
-        logits = self._model.logits(hidden.index_select(0, torch.tensor(list(row_of), device=self._device)))
+        hidden = hidden.index_select(0, torch.tensor(list(row_of), device=self._device))
         rows = torch.tensor([row_of[token] for token in drawn_from], device=self._device)
+        return collect_tokens(batch, self._table, self._draw(batch, hidden, rows))
+
+    def _draw(self, batch: ScheduledBatch, hidden: Tensor, rows: Tensor) -> SamplerOutput:
+        if self._finds_best_tokens is not None and wants_only_best_tokens(batch, self._table):
+            found = self._finds_best_tokens.best_tokens(hidden)
+            if found is not None:
+                return take_best(*found, rows)
+        logits = self._model.logits(hidden)
         sampling = build_sampling_batch(batch, rows, self._table, logits.shape[1])
-        return collect_tokens(batch, self._table, sample(logits, sampling, self._sampler_steps))
+        return sample(logits, sampling, self._sampler_steps)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, span: PromptLogprobsSpan, inputs: ModelInputs, hidden: Tensor

@@ -38,6 +38,12 @@ def build_sampling_batch(batch: ScheduledBatch, rows: Tensor, table: SequenceTab
     )
 
 
+def wants_only_best_tokens(batch: ScheduledBatch, table: SequenceTable) -> bool:
+    """Whether every draw of a step is plain greedy, and none wants logprobs."""
+    rows = [batch.sequences[draw.sequence].row for draw in batch.draws]
+    return not any(table.needs_work[row] or table.num_logprobs[row] >= 0 for row in rows)
+
+
 def _worked_draws(
     draws: Sequence[Draw],
     table_rows: Sequence[int],

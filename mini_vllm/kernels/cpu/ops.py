@@ -55,6 +55,62 @@ def linear(
     return y
 
 
+@dataclass(frozen=True)
+class ScreenWeights:
+    """A matrix in bytes beside the packed one, for `best_outputs`. Outputs that fill up the last panel are all 0.
+
+    Args:
+        codes: [panels, inputs, PANEL] int8, from `pack_bytes`.
+        scales: [outputs of all panels] float32; output j of the turned matrix is about scales[j] times its codes.
+        norms: [outputs of all panels] float32, the lengths of the rows of codes.
+        zeros: [outputs of all panels] int32, -128 times the sums of the rows of codes.
+        error: how far an output is from its codes at the most, in lengths of its scale.
+        lost: what rounding may move a product by, in parts of the lengths of its two vectors.
+        left, right: the rotation, [a, a] and [b, b] float32 with a * b inputs: a row, read as [a, b], becomes
+            left row right.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    norms: Tensor
+    zeros: Tensor
+    error: float
+    lost: float
+    left: Tensor
+    right: Tensor
+
+
+def multiplies_bytes() -> bool:
+    """Whether the processor has instructions for products of bytes; without, `best_outputs` is right but slow."""
+    return bool(torch.ops.mini_vllm_cpu.multiplies_bytes.default())
+
+
+def pack_bytes(codes: Tensor, memory: Memory = torch.empty) -> Tensor:
+    """As `pack_linear`, for [outputs, inputs] int8. `inputs` must be a multiple of 4."""
+    outputs, inputs = codes.shape
+    packed = memory((-(-outputs // PANEL), inputs, PANEL), dtype=codes.dtype)
+    torch.ops.mini_vllm_cpu.pack_bytes.default(codes, packed)
+    return packed
+
+
+def best_outputs(x: Tensor, packed: Tensor, outputs: int, screen: ScreenWeights) -> tuple[Tensor, Tensor] | None:
+    """The greatest number of each row of x W^T and its first place; None where only the whole product can tell.
+
+    Twin: `linear` and then `best_tokens`, with the same bits.
+
+    Args:
+        x: [rows, inputs], contiguous.
+        packed: from `pack_linear`.
+        outputs: rows of the weight that was packed.
+        screen: of the same weight.
+    """
+    s = screen
+    values, places, is_found = torch.ops.mini_vllm_cpu.best_outputs.default(
+        x, packed, outputs, s.codes, s.scales, s.norms, s.zeros, s.error, s.lost, s.left, s.right
+    )
+    return (values, places) if is_found else None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Twin: `mini_vllm.model.norms.RMSNorm`. x: [..., width], weight: [width]."""
     y: Tensor = torch.ops.mini_vllm_cpu.rms_norm.default(x, weight, eps)

@@ -92,7 +92,7 @@ void write_token(const AttentionArguments<Element>& a, int64_t token, int64_t fi
     Element* keys = a.head_of(a.key_cache, block, head) + first_key;
     Element* values = a.head_of(a.value_cache, block, head) + first_value;
     for (int64_t d = 0; d < a.head_dim; d += WIDTH, keys += key_step)
-      std::memcpy(keys, key + d, sizeof(Element) * std::min<int64_t>(WIDTH, a.head_dim - d));
+      copy_up_to<WIDTH>(keys, key + d, a.head_dim - d);
     for (int64_t d = 0; d < a.head_dim; d++) values[d * value_step] = value[d];
   }
 }
@@ -112,7 +112,7 @@ struct AttentionScratch {
 // Where the keys and values of one tile lie.
 template <class Element>
 struct Tile {
-  int64_t start, count;                   // first position, and how many keys of it exist for the last row
+  int64_t start;                          // first position
   const Element* keys[TILE / LANES];      // 16 keys each
   const Element* values[TILE / LANES];
 };
@@ -120,13 +120,13 @@ struct Tile {
 template <class Element>
 Tile<Element> find_tile(const AttentionArguments<Element>& a, int64_t sequence, int64_t head, int64_t start, int64_t end,
                         AttentionScratch<Element>& scratch) {
-  Tile<Element> tile{start, std::min<int64_t>(TILE, end - start), {}, {}};
+  Tile<Element> tile{start, {}, {}};
   const BlockLayout<Element> together{LANES, a.layout.width};
   const int32_t* table = a.block_tables + sequence * a.table_width;
   int64_t block = start / a.layout.block_size, offset = start % a.layout.block_size;
   for (int64_t part = 0; part < TILE / LANES; part++) {
     const int64_t first = start + part * LANES;
-    if (first >= end) {  // its scores are masked, but it must be readable
+    if (first >= end) {  // nobody looks at it, but it is asked for ahead
       tile.keys[part] = tile.keys[0];
       tile.values[part] = tile.values[0];
     } else if (a.layout.block_size >= LANES) {
@@ -151,44 +151,55 @@ Tile<Element> find_tile(const AttentionArguments<Element>& a, int64_t sequence, 
   return tile;
 }
 
-// scores[r][j] = query r . key j, not scaled yet. Step by step it asks for the same part of the tile that comes next:
-// blocks lie anywhere, so the processor cannot guess, and would wait for the memory at each of them. (The values of that
-// tile are asked for in `multiply_values`, so that the requests are spread.)
-template <int ROWS, class Element>
+// scores[r][j] = query r . key j, not scaled yet, for the first 16 * VECTORS keys. Step by step it asks for the same part of
+// the tile that comes next: blocks lie anywhere, so the processor cannot guess, and would wait for the memory at each of
+// them. (The values of that tile are asked for in `multiply_values`, so that the requests are spread.)
+template <int ROWS, int VECTORS, class Element>
 void multiply_keys(const Element* queries, const Tile<Element>& tile, const Tile<Element>& next, int64_t width,
                    float (*scores)[TILE]) {
   using S = Step<Element>;
-  Floats sums[ROWS][4] = {};
-  const Element *k0 = tile.keys[0], *k1 = tile.keys[1], *k2 = tile.keys[2], *k3 = tile.keys[3];
+  Floats sums[ROWS][VECTORS] = {};
   for (int64_t d = 0; d < width; d += S::WIDTH) {
-    const typename S::Packed keys[4] = {S::load_packed(k0), S::load_packed(k1), S::load_packed(k2), S::load_packed(k3)};
+    typename S::Packed keys[VECTORS];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) __builtin_prefetch(next.keys[j] + d * LANES, 0, 2);
+    for (int j = 0; j < VECTORS; j++) keys[j] = S::load_packed(tile.keys[j] + d * LANES);
+#pragma GCC unroll 4
+    for (int j = 0; j < TILE / LANES; j++) __builtin_prefetch(next.keys[j] + d * LANES, 0, 2);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
       const auto spread = S::spread(queries + r * width + d);
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) sums[r][j] = S::dot(spread, keys[j], sums[r][j]);
+      for (int j = 0; j < VECTORS; j++) sums[r][j] = S::dot(spread, keys[j], sums[r][j]);
     }
-    k0 += LANES * S::WIDTH, k1 += LANES * S::WIDTH, k2 += LANES * S::WIDTH, k3 += LANES * S::WIDTH;
   }
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) store(scores[r] + j * LANES, sums[r][j]);
+    for (int j = 0; j < VECTORS; j++) store(scores[r] + j * LANES, sums[r][j]);
 }
 
-// outputs[r] = outputs[r] * factors[r] + probabilities[r] V, for 16 * VECTORS dimensions.
+template <int ROWS, class Element>
+void multiply_keys(int64_t vectors, const Element* queries, const Tile<Element>& tile, const Tile<Element>& next, int64_t width,
+                   float (*scores)[TILE]) {
+  switch (vectors) {
+    case 1: return multiply_keys<ROWS, 1>(queries, tile, next, width, scores);
+    case 2: return multiply_keys<ROWS, 2>(queries, tile, next, width, scores);
+    case 3: return multiply_keys<ROWS, 3>(queries, tile, next, width, scores);
+    case 4: return multiply_keys<ROWS, 4>(queries, tile, next, width, scores);
+  }
+}
+
+// outputs[r] = outputs[r] * factors[r] + probabilities[r] V, for 16 * VECTORS dimensions and the first `count` keys.
 template <int ROWS, int VECTORS, class Element>
 void multiply_values(const Element* probabilities, const Tile<Element>& tile, const Tile<Element>& next, int64_t dimension,
-                     int64_t width, const float* factors, float* outputs) {
+                     int64_t count, int64_t width, const float* factors, float* outputs) {
   using S = Step<Element>;
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) sums[r][j] = load(outputs + r * width + dimension + j * LANES) * factors[r];
-  for (int64_t key = 0; key < tile.count; key += S::WIDTH) {
+  for (int64_t key = 0; key < count; key += S::WIDTH) {
     const int64_t place = key % LANES * width + dimension * S::WIDTH;
     const Element* from = tile.values[key / LANES] + place;
     typename S::Packed values[VECTORS];
@@ -197,7 +208,7 @@ void multiply_values(const Element* probabilities, const Tile<Element>& tile, co
       __builtin_prefetch(next.values[key / LANES] + place + j * LANES * S::WIDTH, 0, 2);
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) values[j] = S::load_packed(from + j * LANES * S::WIDTH);
-    if (S::WIDTH == 2 && key + 1 == tile.count)  // the second key of the pair does not exist: 0 * NaN would be NaN
+    if (S::WIDTH == 2 && key + 1 == count)  // the second key of the pair does not exist: 0 * NaN would be NaN
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++) values[j] = S::first_only(values[j]);
 #pragma GCC unroll 6
@@ -230,25 +241,26 @@ struct Seen {
 
 // Gemma 2's cap: what a score s becomes is tanh(s scale / cap) cap. Left out is the last factor.
 template <int ROWS>
-void cap(float (*scores)[TILE], float factor) {
+void cap(float (*scores)[TILE], int64_t vectors, float factor) {
   for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < TILE; j += LANES) store(scores[r] + j, tanh(load(scores[r] + j) * factor));
+    for (int64_t j = 0; j < vectors * LANES; j += LANES) store(scores[r] + j, tanh(load(scores[r] + j) * factor));
 }
 
-// The scores of some rows and a tile become probabilities, and the rows' running maxima and sums move on. Scores times
-// `power_of_two` are powers of two, exp(s) = 2^(s log2 e), for the processor's numbers are. MASKED: some row does not see
-// the whole tile.
+// The scores of some rows and a tile's first 16 * vectors keys become probabilities, and the rows' running maxima and sums
+// move on. Scores times `power_of_two` are powers of two, exp(s) = 2^(s log2 e), for the processor's numbers are. MASKED:
+// some row does not see all these keys.
 template <int ROWS, bool MASKED, class Element>
-void softmax(const AttentionArguments<Element>& a, float (*scores)[TILE], int64_t start, int64_t row,
+void softmax(const AttentionArguments<Element>& a, float (*scores)[TILE], int64_t vectors, int64_t start, int64_t row,
              AttentionScratch<Element>& scratch) {
   constexpr float LOG2_E = 1.44269504f;
-  if (a.softcap > 0) cap<ROWS>(scores, a.scale / a.softcap);
+  if (!MASKED) vectors = TILE / LANES;  // so it is, and now the compiler knows
+  if (a.softcap > 0) cap<ROWS>(scores, vectors, a.scale / a.softcap);
   const float power_of_two = (a.softcap > 0 ? a.softcap : a.scale) * LOG2_E;
   float before[LANES] = {}, now[LANES] = {};
   for (int r = 0; r < ROWS; r++) {
     const Seen seen(scratch.positions[row + r], start, a.window);
     Floats best = broadcast(-INFINITE);
-    for (int j = 0; j < TILE / LANES; j++) {
+    for (int j = 0; j < vectors; j++) {
       Floats score = load(scores[r] + j * LANES);
       if (MASKED) store(scores[r] + j * LANES, score = seen(j) ? score : broadcast(-INFINITE));
       best = max(best, score);
@@ -259,13 +271,14 @@ void softmax(const AttentionArguments<Element>& a, float (*scores)[TILE], int64_
     scratch.maxima[row + r] = maximum;
   }
   float factors[LANES];
-  store(factors, exp2_of_negative(load(before) - load(now)));
+  store(factors, exp2<float>(load(before) - load(now)));
   for (int r = 0; r < ROWS; r++) {
     const Seen seen(scratch.positions[row + r], start, a.window);
     Floats sum{};
-    for (int j = 0; j < TILE / LANES; j++) {
+    for (int j = 0; j < vectors; j++) {
       const Floats score = load(scores[r] + j * LANES);
-      Floats probability = exp2_of_negative(fused_multiply_add(score, broadcast(power_of_two), broadcast(-now[r])));
+      // Rounded as the maximum was, so that it is exactly 2^0: of huge scores the rounding alone is beyond any exponent.
+      Floats probability = exp2<Element>(score * power_of_two - now[r]);
       if (MASKED) probability = seen(j) ? probability : Floats{};
       sum += probability;
       store(scratch.probabilities.data() + r * TILE + j * LANES, probability);
@@ -275,25 +288,28 @@ void softmax(const AttentionArguments<Element>& a, float (*scores)[TILE], int64_
   }
 }
 
-// ROWS rows against one tile.
+// ROWS rows against one tile: those of its keys that the last row, whose position is the highest, may see.
 template <int ROWS, class Element>
 void attend_rows(const AttentionArguments<Element>& a, const Tile<Element>& tile, const Tile<Element>& next, int64_t row,
                   AttentionScratch<Element>& scratch) {
   const int64_t width = a.layout.width;
+  const int64_t count = std::min<int64_t>(TILE, scratch.positions[row + ROWS - 1] - tile.start + 1);
+  if (count <= 0) return;
+  const int64_t vectors = (count + LANES - 1) / LANES;
   float scores[ROWS][TILE];
-  multiply_keys<ROWS>(scratch.queries.data() + row * width, tile, next, width, scores);
+  multiply_keys<ROWS>(vectors, scratch.queries.data() + row * width, tile, next, width, scores);
   // Rows stand in the order of their positions, so the first and the last of them speak for all.
   const auto whole = [&](int64_t r) { return Seen(scratch.positions[r], tile.start, a.window).whole(); };
-  if (whole(row) && whole(row + ROWS - 1)) softmax<ROWS, false>(a, scores, tile.start, row, scratch);
-  else softmax<ROWS, true>(a, scores, tile.start, row, scratch);
+  if (whole(row) && whole(row + ROWS - 1)) softmax<ROWS, false>(a, scores, vectors, tile.start, row, scratch);
+  else softmax<ROWS, true>(a, scores, vectors, tile.start, row, scratch);
   float* outputs = scratch.outputs.data() + row * width;
   const float* factors = scratch.factors.data() + row;
   const Element* probabilities = scratch.probabilities.data();
   int64_t dimension = 0;
   for (; dimension + 4 * LANES <= width; dimension += 4 * LANES)
-    multiply_values<ROWS, 4>(probabilities, tile, next, dimension, width, factors, outputs);
+    multiply_values<ROWS, 4>(probabilities, tile, next, dimension, count, width, factors, outputs);
   for (; dimension < width; dimension += LANES)
-    multiply_values<ROWS, 1>(probabilities, tile, next, dimension, width, factors, outputs);
+    multiply_values<ROWS, 1>(probabilities, tile, next, dimension, count, width, factors, outputs);
 }
 
 template <class Element>

@@ -92,7 +92,7 @@ struct StoreGated {
           if (bias) sum += load(bias + i * inner.inputs + column);
           rounded[i] = rounded_to<Element>(sum);
         }
-        store(to(column), gated(rounded[0], rounded[1]));
+        store(to(column), gated<Element>(rounded[0], rounded[1]));
       }
     }
   }

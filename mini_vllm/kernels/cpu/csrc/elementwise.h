@@ -38,7 +38,10 @@ void rotate_head(Element* x, const Element* cos, const Element* sin, int64_t hal
 }
 
 // silu(gate) * up, with silu(g) = g sigmoid(g).
-inline Floats gated(Floats gate, Floats up) { return gate * sigmoid(gate) * up; }
+template <class Element>
+inline Floats gated(Floats gate, Floats up) {
+  return gate * sigmoid<Element>(gate) * up;
+}
 
 // [gate | up] -> silu(gate) * up.
 template <class Element>
@@ -46,7 +49,7 @@ void silu_and_mul_row(const Element* gate_up, int64_t width, Element* y) {
   for (int64_t i = 0; i < width; i += LANES) {
     const int count = int(std::min<int64_t>(LANES, width - i));
     const Floats gate = load_some(gate_up + i, count), up = load_some(gate_up + width + i, count);
-    store_some(y + i, gated(gate, up), count);
+    store_some(y + i, gated<Element>(gate, up), count);
   }
 }
 
@@ -54,17 +57,18 @@ void silu_and_mul_row(const Element* gate_up, int64_t width, Element* y) {
 // GELU's approximation 0.5 x (1 + tanh(z)), z = sqrt(2 / pi) (x + 0.044715 x^3), is x sigmoid(2 z).
 enum class Activation : int64_t { SILU, GELU_TANH, SIGMOID };
 
+template <class Element>
 inline Floats activated(Activation kind, Floats x) {
-  if (kind == Activation::SIGMOID) return sigmoid(x);
-  if (kind == Activation::SILU) return x * sigmoid(x);
-  return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+  if (kind == Activation::SIGMOID) return sigmoid<Element>(x);
+  if (kind == Activation::SILU) return x * sigmoid<Element>(x);
+  return x * sigmoid<Element>(1.59576912f * (x + 0.044715f * x * x * x));
 }
 
 template <class Element>
 void activate_row(Activation kind, const Element* x, int64_t width, Element* y) {
   for (int64_t i = 0; i < width; i += LANES) {
     const int count = int(std::min<int64_t>(LANES, width - i));
-    store_some(y + i, activated(kind, load_some(x + i, count)), count);
+    store_some(y + i, activated<Element>(kind, load_some(x + i, count)), count);
   }
 }
 

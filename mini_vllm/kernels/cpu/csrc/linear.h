@@ -32,6 +32,8 @@ constexpr int PANEL = 2 * LANES;         // outputs in a panel
 constexpr int MAX_ROWS = 12;             // rows whose sums fit in the registers
 constexpr int64_t MANY_OUTPUTS = 8192;   // so many of a row are not kept in the caches
 template <class Element>
+using SumOf = typename Step<Element>::Sum;
+template <class Element>
 constexpr int SEGMENT = 16 * Step<Element>::WIDTH;  // inputs that lie side by side in packed rows
 constexpr int64_t CHUNK_BLOCKS = 20;     // blocks of rows that pass a panel before the next one is fetched
 
@@ -77,7 +79,7 @@ struct PackedRows {
   void put(int64_t index, const Element* values) const {
     const Row to = row(index);
     for (int64_t i = 0; i < inputs; i += LENGTH)
-      std::memcpy(to(i), values + i, sizeof(Element) * std::min(LENGTH, inputs - i));
+      copy_up_to<LENGTH>(to(i), values + i, inputs - i);
   }
 };
 
@@ -101,10 +103,10 @@ struct Matrix {
 // The sums of ROWS rows with one panel. Nothing is called here that is not inlined, or the compiler would keep the sums in
 // memory. Each step asks for what comes ahead.
 template <int ROWS, class Element>
-void sum_products(const Element* x, const Element* weight, int64_t inputs, Ahead& ahead, float (*result)[PANEL]) {
+void sum_products(const Element* x, const Element* weight, int64_t inputs, Ahead& ahead, SumOf<Element> (*result)[PANEL]) {
   using S = Step<Element>;
   constexpr int LENGTH = SEGMENT<Element>;
-  Floats sums[ROWS][2] = {};
+  typename S::Sums sums[ROWS][2] = {};
   const char *line = nullptr, *other = nullptr;
   for (int64_t begin = 0; begin < inputs; begin += LENGTH, x += ROWS * LENGTH) {
     if (begin % (STRETCH_LINES * S::WIDTH) == 0) line = ahead.next_stretch(), other = ahead.second_stretch();
@@ -131,7 +133,8 @@ void sum_products(const Element* x, const Element* weight, int64_t inputs, Ahead
 }
 
 template <class Element>
-void sum_products(int rows, const Element* x, const Element* weight, int64_t inputs, Ahead& ahead, float (*result)[PANEL]) {
+void sum_products(int rows, const Element* x, const Element* weight, int64_t inputs, Ahead& ahead,
+                  SumOf<Element> (*result)[PANEL]) {
   switch (rows) {
     case 1: return sum_products<1>(x, weight, inputs, ahead, result);
     case 2: return sum_products<2>(x, weight, inputs, ahead, result);
@@ -208,7 +211,7 @@ void multiply(const PackedRows<Element>& x, const Matrix<Element>& w, int64_t fi
         ahead.weights(ranges.first, ranges.second);
       }
       for (int64_t block = from; block < to; block++) {
-        float sums[Finish::PANELS][MAX_ROWS][PANEL];
+        SumOf<Element> sums[Finish::PANELS][MAX_ROWS][PANEL];
         const int64_t row = x.start(block);
         const int count = int(x.start(block + 1) - row);
         for (int i = 0; i < Finish::PANELS; i++)

@@ -7,6 +7,7 @@
 
 #include "decoder_op.h"
 #include "sampler.h"
+#include "screen.h"
 
 namespace mini_vllm {
 namespace {
@@ -55,6 +56,57 @@ Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t outputs, const O
   });
   return y;
 }
+
+// A matrix of bytes for `best_outputs`, packed as `linear` wants it.
+void pack_bytes(const Tensor& codes, const Tensor& packed) {
+  TORCH_CHECK(codes.dim() == 2 && codes.is_contiguous() && codes.scalar_type() == at::kChar, "codes must be [outputs, inputs] int8");
+  const int64_t outputs = codes.size(0), inputs = codes.size(1);
+  TORCH_CHECK(inputs % Step<int8_t>::WIDTH == 0 && inputs <= MOST_BYTES, "the inputs must be a multiple of ",
+              Step<int8_t>::WIDTH, " up to ", MOST_BYTES, ", got ", inputs);
+  check_like(packed, codes, "packed");
+  TORCH_CHECK(packed.numel() == num_panels(outputs) * inputs * PANEL, "packed has another size");
+  at::parallel_for(0, num_panels(outputs), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; panel++)
+      pack_panel(data_of<int8_t>(codes), outputs, inputs, panel, data_of<int8_t>(packed));
+  });
+}
+
+// Values, their outputs, and whether they were found: see screen.h. If not, values and outputs are undefined.
+std::tuple<Tensor, Tensor, bool> best_outputs_op(const Tensor& x, const Tensor& packed, int64_t outputs, const Tensor& codes,
+                                                 const Tensor& scales, const Tensor& norms, const Tensor& zeros, double error, double lost,
+                                                 const Tensor& left, const Tensor& right) {
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) == packed.size(1), "x must be [rows, ", packed.size(1), "]");
+  check_like(packed, x, "weight");
+  TORCH_CHECK(packed.size(0) == num_panels(outputs), "the weight has ", packed.size(0), " panels, not those of ", outputs);
+  TORCH_CHECK(codes.scalar_type() == at::kChar && codes.sizes() == packed.sizes() && codes.is_contiguous(), "codes must be ",
+              packed.sizes(), " int8");
+  for (const Tensor* numbers : {&scales, &norms, &left, &right})
+    TORCH_CHECK(numbers->scalar_type() == at::kFloat && numbers->is_contiguous(), "numbers must be float32 and contiguous");
+  TORCH_CHECK(zeros.scalar_type() == at::kInt && zeros.is_contiguous(), "zeros must be int32");
+  TORCH_CHECK(std::isfinite(error) && std::isfinite(lost), "error and lost must be numbers");
+  TORCH_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(0) == left.size(1) && right.size(0) == right.size(1) &&
+                  left.size(0) * right.size(0) == x.size(1),
+              "left and right must be square and make up the width of x");
+  for (const Tensor* numbers : {&scales, &norms, &zeros})
+    TORCH_CHECK(numbers->numel() == num_panels(outputs) * PANEL, "there must be a number for each output of all panels");
+  const int64_t rows = x.size(0);
+  Tensor values = at::empty({rows}, scales.options()), places = at::empty({rows}, x.options().dtype(at::kLong));
+  const Screen screen{{data_of<int8_t>(codes), outputs, codes.size(1), nullptr}, data_of<float>(scales), data_of<float>(norms),
+                      data_of<int32_t>(zeros), float(error), float(lost),
+                      {data_of<float>(left), data_of<float>(right), left.size(0), right.size(0)}};
+  std::vector<Candidate> best(rows);
+  bool is_found = false;
+  with_element_of(x, [&](auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    is_found = best_outputs(data_of<Element>(x), rows, matrix_of<Element>(packed, outputs, {}), screen,
+                            best.data());
+  });
+  for (int64_t row = 0; row < rows; row++)
+    data_of<float>(values)[row] = best[row].value, data_of<int64_t>(places)[row] = best[row].token_id;
+  return {values, places, is_found};
+}
+
+bool multiplies_bytes() { return MULTIPLIES_BYTES; }
 
 // ---- element by element ------------------------------------------------------------------------------------------
 
@@ -250,6 +302,12 @@ TORCH_LIBRARY(mini_vllm_cpu, library) {
   library.def(
       "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, bool float32_output) -> Tensor",
       &linear_op);
+  library.def("pack_bytes(Tensor codes, Tensor(a!) packed) -> ()", &pack_bytes);
+  library.def(
+      "best_outputs(Tensor x, Tensor packed, int outputs, Tensor codes, Tensor scales, Tensor norms, Tensor zeros, "
+      "float error, float lost, Tensor left, Tensor right) -> (Tensor, Tensor, bool)",
+      &best_outputs_op);
+  library.def("multiplies_bytes() -> bool", &multiplies_bytes);
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &rms_norm);
   library.def("rotate(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()", &rotate);
   library.def("silu_and_mul(Tensor gate_up) -> Tensor", &silu_and_mul);

@@ -161,7 +161,7 @@ inline double mass_before(const Candidate& end, const float* row, int64_t size) 
     for (int64_t i = begin; i < std::min(begin + STRETCH, size); i += LANES, token_ids += LANES) {
       const Floats lanes = logits_at(row, i, size);
       const Ints come = (lanes > end.value) | ((lanes == end.value) & (token_ids < int32_t(end.token_id)));
-      if (any(come)) sum += come ? exp2_of_negative(lanes * LOG2_E) : Floats{};
+      if (any(come)) sum += come ? exp2<float>(lanes * LOG2_E) : Floats{};
     }
     mass += horizontal_sum(sum);
   }

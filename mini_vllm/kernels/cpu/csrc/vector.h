@@ -1,4 +1,4 @@
-// Sixteen float lanes and pairs of bfloat16: the two things that every kernel here is written with.
+// Sixteen lanes, of floats, of pairs of bfloat16 or of four bytes: what every kernel here is written with.
 //
 // The lanes are GCC's and Clang's vector extension: `a * b + c` on them is one AVX-512 instruction where the processor
 // has it, two of AVX2, four of SSE or NEON. So a kernel is written once, and only what no compiler finds by itself (a
@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 
 #if defined(__AVX512F__) || defined(__FMA__)
@@ -19,6 +20,8 @@
 namespace mini_vllm {
 
 constexpr int LANES = 16;
+
+using bfloat16 = uint16_t;  // the upper half of a float
 
 using Floats = float __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
@@ -35,6 +38,14 @@ inline Floats load(const float* from) {
 }
 
 inline void store(float* to, Floats lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+inline Ints load(const int32_t* from) {
+  Ints lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline void store(int32_t* to, Ints lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
 // Past the caches, for what is too much for them; `to` is a multiple of 64. Others see it after `order_stores`.
 inline void store_past_caches(float* to, Floats lanes) {
@@ -118,46 +129,78 @@ inline float horizontal_sum(Floats lanes) {
 #endif
 }
 
+// To the nearest integer, ties to even, for |x| < 2^22.
+inline Floats nearest(Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_roundscale_ps((__m512)x, 0);
+#else
+  return x + 12582912.0f - 12582912.0f;  // 1.5 * 2^23: the sum has no room for a fraction
+#endif
+}
+
+// x * 2^n for an integer n from -126 to 127, and x between 1/2 and 2.
+inline Floats times_power_of_two(Floats x, Floats n) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+  const Floats product = (Floats)((Ints)x + ((Ints)(n + 12582912.0f) << 23));  // n is in the sum's last bits, x's exponent
+  return x == x ? product : x;                                                 // begins at bit 23; NaN stays NaN
+#endif
+}
+
 // exp(x) to within 2 units in the last place. x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) is a polynomial (the
-// coefficients of the Cephes library), and 2^n is put together from its exponent bits. Below -87.34 the result is exactly
-// 0, and above 88.37 it stays what it is there.
+// coefficients of the Cephes library). Below -87.34 the result is exactly 0, and above 88.37 it stays what it is there.
 inline Floats exp(Floats x) {
   const Floats lowest = broadcast(-87.3365f), highest = broadcast(88.3762f);
   const Ints underflows = x < lowest;
   x = max(lowest, min(highest, x));
-  const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats n = fused_multiply_add(x, broadcast(1.44269504f), shifter) - shifter;
+  const Floats n = nearest(x * 1.44269504f);
   Floats r = fused_multiply_add(n, broadcast(-0.693359375f), x);
   r = fused_multiply_add(n, broadcast(2.12194440e-4f), r);
   Floats p = broadcast(1.9875691500e-4f);
   for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     p = fused_multiply_add(p, r, broadcast(coefficient));
   p = fused_multiply_add(p, r * r, r + 1.0f);
-  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-  const Floats result = p * (Floats)exponent;
+  const Floats result = times_power_of_two(p, n);
   return underflows ? Floats{} : result;
 }
 
-// 2^x for -126 <= x <= 126, to within 2 units in the last place. x = n + r with |r| <= 1/2; 2^r is a polynomial that is
-// exactly 1 at r = 0 (the best of degree 5 in relative error), and n is added to its exponent bits.
-inline Floats exp2_within_range(Floats x) {
-  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the lowest bits
-  const Floats r = x - (shifted - 12582912.0f);
-  Floats p = broadcast(1.3264727e-3f);
-  for (float coefficient : {9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1.0f})
-    p = fused_multiply_add(p, r, broadcast(coefficient));
-  return (Floats)((Ints)p + ((Ints)shifted << 23));
+// How exact a function must be whose result is stored as `Element`.
+template <class Element>
+struct Precision;
+template <>
+struct Precision<float> {
+  // Of 2^r for |r| <= 1/2: 1 and what follows, the best polynomials in relative error that are exactly 1 at 0.
+  static constexpr float POWERS[] = {1.0f, 6.93147e-1f, 2.4022242e-1f, 5.5507336e-2f, 9.671513e-3f, 1.3264727e-3f};  // 9e-8
+};
+template <>
+struct Precision<bfloat16> {  // whose own rounding moves a number by up to 2e-3 to 4e-3
+  static constexpr float POWERS[] = {1.0f, 6.9328293e-1f, 2.4221096e-1f, 5.500892e-2f};  // 1.1e-4
+};
+
+// 2^x for x <= 127, as exactly as Element needs. x = n + r with |r| <= 1/2, and 2^r is a polynomial. Below -126 the result
+// is 2^-126 or less; where it must be 0, the caller makes it so.
+template <class Element>
+inline Floats exp2(Floats x) {
+#if !defined(__AVX512F__)
+  x = max(broadcast(-126.0f), x);  // NaN stays NaN
+#endif
+  constexpr auto& powers = Precision<Element>::POWERS;
+  constexpr int degree = int(std::size(powers)) - 1;
+  const Floats n = nearest(x), r = x - n;
+  Floats p = broadcast(powers[degree]);
+#pragma GCC unroll 5
+  for (int i = degree - 1; i >= 0; i--) p = fused_multiply_add(p, r, broadcast(powers[i]));
+  return times_power_of_two(p, n);
 }
 
-// 2^x for x <= 0: the exponential of a softmax, where every x has the maximum taken off. Below -126 the result stays
-// 2^-126, so what must be 0 is made so by the caller.
-inline Floats exp2_of_negative(Floats x) { return exp2_within_range(max(broadcast(-126.0f), x)); }
-
-// 1 / x for 1 <= x < 2^121, to within 1 unit in the last place: an estimate and one step of Newton's method where the
-// processor has one, since a division holds it up.
+// 1 / x for 1 <= x < 2^121, to within 1 unit in the last place of a float: an estimate and one step of Newton's method
+// where the processor has one, since a division holds it up. For bfloat16 the estimate will do, it is within 2^-14.
+template <class Element>
 inline Floats reciprocal(Floats x) {
 #if defined(__AVX512F__)
   const Floats estimate = (Floats)_mm512_rcp14_ps((__m512)x);
+  if constexpr (sizeof(Element) < sizeof(float)) return estimate;
   const Floats error = (Floats)_mm512_fnmadd_ps((__m512)x, (__m512)estimate, (__m512)broadcast(1.0f));
   return fused_multiply_add(error, estimate, estimate);
 #else
@@ -166,17 +209,15 @@ inline Floats reciprocal(Floats x) {
 }
 
 // 1 / (1 + exp(-x)). Below -83 it stays 2^-120, which times x is still nothing for any x of a model.
+template <class Element>
 inline Floats sigmoid(Floats x) {
-  const Floats power = max(broadcast(-126.0f), x * -1.44269504f);  // the usual NaN stays what it is
-  return reciprocal(1.0f + exp2_within_range(min(broadcast(120.0f), power)));
+  return reciprocal<Element>(1.0f + exp2<Element>(min(broadcast(120.0f), x * -1.44269504f)));  // min: NaN stays NaN
 }
 
 // tanh(x) = 1 - 2 / (exp(2x) + 1); for large x the quotient is too small to count.
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-// ---- bfloat16: the upper half of a float -------------------------------------------------------------------------
-
-using bfloat16 = uint16_t;
+// ---- bfloat16 and floats ------------------------------------------------------------------------------------------
 
 inline float widen(bfloat16 value) {
   const uint32_t bits = uint32_t(value) << 16;
@@ -227,6 +268,13 @@ inline Floats rounded_to<bfloat16>(Floats lanes) {
   return (Floats)(__builtin_convertvector(narrow(lanes), Words) << 16);
 }
 
+// Copies `count` elements, WIDTH at the most. As many are the rule, and then it is one load and one store instead of a call.
+template <int64_t WIDTH, class Element>
+inline void copy_up_to(Element* to, const Element* from, int64_t count) {
+  if (count >= WIDTH) std::memcpy(to, from, sizeof(Element) * WIDTH);
+  else std::memcpy(to, from, sizeof(Element) * count);
+}
+
 // The first `count` lanes only; the rest read as 0 and is not written.
 template <class Element>
 inline Floats load_some(const Element* from, int count) {
@@ -247,10 +295,12 @@ inline void store_some(Element* to, Floats lanes, int count) {
 // ---- the inner product step --------------------------------------------------------------------------------------
 //
 // A matrix that is multiplied by is kept so that one step of the inner dimension lies side by side for 16 outputs. For
-// float a step is one element; for bfloat16 it is a pair, because that is what the processor's dot product takes:
+// float a step is one element; for bfloat16 it is a pair, and for bytes it is four, because that is what the processor's
+// dot products take:
 //
 //   float      lane j holds w[k][j]
 //   bfloat16   lane j holds w[2k][j] in its lower and w[2k + 1][j] in its upper half
+//   int8       lane j holds w[4k][j], ..., w[4k + 3][j]; they are multiplied by bytes without a sign (Step<int8_t>)
 
 template <class Element>
 struct Step;
@@ -259,6 +309,8 @@ template <>
 struct Step<float> {
   static constexpr int WIDTH = 1;  // elements of the inner dimension in one step
   using Packed = Floats;
+  using Sums = Floats;
+  using Sum = float;
   static Packed load_packed(const float* from) { return load(from); }
   static Packed spread(const float* from) { return broadcast(*from); }
   static Packed first_only(Packed lanes) { return lanes; }
@@ -269,6 +321,8 @@ template <>
 struct Step<bfloat16> {
   static constexpr int WIDTH = 2;
   using Packed = Words;
+  using Sums = Floats;
+  using Sum = float;
   static Packed load_packed(const bfloat16* from) {
     Packed lanes;
     std::memcpy(&lanes, from, sizeof lanes);
@@ -288,6 +342,42 @@ struct Step<bfloat16> {
 #else
     sum = fused_multiply_add((Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u), sum);
     return fused_multiply_add((Floats)(a << 16), (Floats)(b << 16), sum);
+#endif
+  }
+};
+
+// Whole numbers, exact: a row's elements count from 0 to 255 (their bits are kept in an int8_t), the matrix's from -128 to
+// 127. So many of their products fit in 31 bits:
+constexpr int64_t MOST_BYTES = 1 << 16;
+
+#if defined(__AVX512VNNI__)
+constexpr bool MULTIPLIES_BYTES = true;  // the processor does so itself, twice as many at once as bfloat16
+#else
+constexpr bool MULTIPLIES_BYTES = false;
+#endif
+
+template <>
+struct Step<int8_t> {
+  static constexpr int WIDTH = 4;
+  using Packed = Ints;
+  using Sums = Ints;
+  using Sum = int32_t;
+  static Packed load_packed(const int8_t* from) {
+    Packed lanes;
+    std::memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+  }
+  static Packed spread(const int8_t* from) {
+    int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    return Packed{} + four;
+  }
+  static Ints dot(Packed a, Packed b, Ints sum) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 0xff) * (b << (24 - shift) >> 24);
+    return sum;
 #endif
   }
 };
