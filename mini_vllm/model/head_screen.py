@@ -27,7 +27,7 @@ _SMALLEST_SCALE = 1e-25
 _MOST_INPUTS = 65536  # of which a sum of byte products has room in 31 bits
 _LONGEST_PAUSE = 63
 _ZERO = 128  # what a 0 of the other factor is stored as, see `BYTE_ZERO` in screen.h
-_OUTPUTS_AT_ONCE = 4096  # of which the turned weight exists in float32
+_OUTPUTS_AT_ONCE = 256  # whole panels, of which the turned weight exists in float64
 
 
 class Rotation:
@@ -115,7 +115,7 @@ def make_screen(weight: Tensor, memory: ops.Memory = torch.empty) -> HeadScreen 
     if inputs % 4 or inputs > _MOST_INPUTS:
         return None
     rotation = Rotation(inputs)
-    codes = torch.empty(outputs, inputs, dtype=torch.int8)
+    codes = memory((-(-outputs // ops.PANEL), inputs, ops.PANEL), dtype=torch.int8)
     num_places = -(-outputs // ops.PANEL) * ops.PANEL  # what fills up the last panel has scale, norm and zero 0
     scales, norms = torch.zeros(2, num_places, dtype=torch.float32)
     zeros = torch.zeros(num_places, dtype=torch.int32)
@@ -127,12 +127,11 @@ def make_screen(weight: Tensor, memory: ops.Memory = torch.empty) -> HeadScreen 
         scales[some] = (largest / _LARGEST_CODE).clamp(min=_SMALLEST_SCALE)
         exact = turned / scales[some, None]
         rounded = exact.round()
-        codes[some] = rounded.to(torch.int8)
+        ops.pack_bytes(rounded.to(torch.int8), codes[start // ops.PANEL : -(-some.stop // ops.PANEL)])
         norms[some] = torch.linalg.vector_norm(rounded, dim=1)
-        zeros[some] = -_ZERO * codes[some].sum(dim=1, dtype=torch.int32)
+        zeros[some] = -_ZERO * rounded.sum(dim=1).to(torch.int32)
         error = max(error, torch.linalg.vector_norm(exact - rounded, dim=1).max().item())
         if not largest.max().item() <= _LARGEST_WEIGHT:
             return None
-    packed = ops.pack_bytes(codes, memory)
-    weights = ops.ScreenWeights(packed, scales, norms, zeros, error, rotation.lost, rotation.left, rotation.right)
+    weights = ops.ScreenWeights(codes, scales, norms, zeros, error, rotation.lost, rotation.left, rotation.right)
     return HeadScreen(outputs, weights)

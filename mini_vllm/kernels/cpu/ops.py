@@ -85,12 +85,9 @@ def multiplies_bytes() -> bool:
     return bool(torch.ops.mini_vllm_cpu.multiplies_bytes.default())
 
 
-def pack_bytes(codes: Tensor, memory: Memory = torch.empty) -> Tensor:
-    """As `pack_linear`, for [outputs, inputs] int8. `inputs` must be a multiple of 4."""
-    outputs, inputs = codes.shape
-    packed = memory((-(-outputs // PANEL), inputs, PANEL), dtype=codes.dtype)
+def pack_bytes(codes: Tensor, packed: Tensor) -> None:
+    """[outputs, inputs] int8 -> `packed`, in the order of `pack_linear`. `inputs` must be a multiple of 4."""
     torch.ops.mini_vllm_cpu.pack_bytes.default(codes, packed)
-    return packed
 
 
 def best_outputs(x: Tensor, packed: Tensor, outputs: int, screen: ScreenWeights) -> tuple[Tensor, Tensor] | None:
