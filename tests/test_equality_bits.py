@@ -6,6 +6,7 @@ is the equality matrix (`test_equality_matrix.py`) without a tolerance.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -164,3 +165,22 @@ def test_a_model_that_finds_best_tokens_is_asked_only_where_they_are_all_that_is
         engine.add_request(PROMPTS[0], **{**plain, **params})
         run_to_end(engine)
         assert len(asked) == times, params
+
+
+def test_a_row_that_is_not_a_number_fails_its_own_request_only() -> None:
+    """The head finds nothing for such a row, so all logits are computed, and the sampler sees what is wrong."""
+    load_kernels(home())
+    model = tiny_transformer(seed=3)
+    use_cpu_kernels(model)
+    model.embed_tokens.weight.data[99] = math.nan  # the head has been packed before
+    engine = make_engine(model, parts={"dtype": torch.float32, "kernels": True})
+    plain: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    good = engine.add_request([5, 6, 7], **plain)
+    bad = engine.add_request([5, 99, 7], **plain)
+    outputs = run_to_end(engine)
+    assert_quiet(engine)
+    assert outputs[bad][-1].outputs[0].finish_reason == "error"
+    assert outputs[good][-1].outputs[0].finish_reason == "length"
+    alone = make_engine(model, parts={"dtype": torch.float32, "kernels": True})
+    same = alone.add_request([5, 6, 7], **plain)
+    assert answer_of(run_to_end(alone)[same][-1]) == answer_of(outputs[good][-1])
