@@ -31,19 +31,19 @@ constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 inline Floats broadcast(float value) { return Floats{} + value; }
 
-inline Floats load(const float* from) {
-  Floats lanes;
-  std::memcpy(&lanes, from, sizeof lanes);
-  return lanes;
+// What lies at `from`, which need not be aligned.
+template <class Value>
+inline Value read_as(const void* from) {
+  Value value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
 }
+
+inline Floats load(const float* from) { return read_as<Floats>(from); }
 
 inline void store(float* to, Floats lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
-inline Ints load(const int32_t* from) {
-  Ints lanes;
-  std::memcpy(&lanes, from, sizeof lanes);
-  return lanes;
-}
+inline Ints load(const int32_t* from) { return read_as<Ints>(from); }
 
 inline void store(int32_t* to, Ints lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
@@ -323,17 +323,9 @@ struct Step<bfloat16> {
   using Packed = Words;
   using Sums = Floats;
   using Sum = float;
-  static Packed load_packed(const bfloat16* from) {
-    Packed lanes;
-    std::memcpy(&lanes, from, sizeof lanes);
-    return lanes;
-  }
+  static Packed load_packed(const bfloat16* from) { return read_as<Packed>(from); }
   // One pair to all lanes.
-  static Packed spread(const bfloat16* from) {
-    uint32_t pair;
-    std::memcpy(&pair, from, sizeof pair);
-    return Packed{} + pair;
-  }
+  static Packed spread(const bfloat16* from) { return Packed{} + read_as<uint32_t>(from); }
   // The first of each pair, and zero beside it.
   static Packed first_only(Packed lanes) { return lanes & 0xffffu; }
   static Floats dot(Packed a, Packed b, Floats sum) {
@@ -362,16 +354,8 @@ struct Step<int8_t> {
   using Packed = Ints;
   using Sums = Ints;
   using Sum = int32_t;
-  static Packed load_packed(const int8_t* from) {
-    Packed lanes;
-    std::memcpy(&lanes, from, sizeof lanes);
-    return lanes;
-  }
-  static Packed spread(const int8_t* from) {
-    int32_t four;
-    std::memcpy(&four, from, sizeof four);
-    return Packed{} + four;
-  }
+  static Packed load_packed(const int8_t* from) { return read_as<Packed>(from); }
+  static Packed spread(const int8_t* from) { return Packed{} + read_as<int32_t>(from); }  // four
   static Ints dot(Packed a, Packed b, Ints sum) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
