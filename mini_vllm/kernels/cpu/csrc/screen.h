@@ -79,7 +79,7 @@ inline ScreenedRow screen_row(const float* turned, int64_t inputs, float error, 
   for (int64_t i = 0; i < inputs; i += LANES) largest = max(max(lanes_at(i), -lanes_at(i)), largest);
   const float most = horizontal_max(largest), scale = std::max(most, SMALLEST_ROW) / 127;
   for (int64_t i = 0; i < inputs; i += LANES) {
-    const Floats exact = lanes_at(i) / scale, code = nearest(exact);
+    const Floats exact = lanes_at(i) / scale, code = nearest_integer(exact);
     squares += exact * exact;
     missed += (exact - code) * (exact - code);
     const auto bytes = __builtin_convertvector(__builtin_convertvector(code, Ints) + BYTE_ZERO, Bytes);

@@ -130,7 +130,7 @@ inline float horizontal_sum(Floats lanes) {
 }
 
 // To the nearest integer, ties to even, for |x| < 2^22.
-inline Floats nearest(Floats x) {
+inline Floats nearest_integer(Floats x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_roundscale_ps((__m512)x, 0);
 #else
@@ -154,7 +154,7 @@ inline Floats exp(Floats x) {
   const Floats lowest = broadcast(-87.3365f), highest = broadcast(88.3762f);
   const Ints underflows = x < lowest;
   x = max(lowest, min(highest, x));
-  const Floats n = nearest(x * 1.44269504f);
+  const Floats n = nearest_integer(x * 1.44269504f);
   Floats r = fused_multiply_add(n, broadcast(-0.693359375f), x);
   r = fused_multiply_add(n, broadcast(2.12194440e-4f), r);
   Floats p = broadcast(1.9875691500e-4f);
@@ -187,7 +187,7 @@ inline Floats exp2(Floats x) {
 #endif
   constexpr auto& powers = Precision<Element>::POWERS;
   constexpr int degree = int(std::size(powers)) - 1;
-  const Floats n = nearest(x), r = x - n;
+  const Floats n = nearest_integer(x), r = x - n;
   Floats p = broadcast(powers[degree]);
 #pragma GCC unroll 5
   for (int i = degree - 1; i >= 0; i--) p = fused_multiply_add(p, r, broadcast(powers[i]));
