@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,26 +97,25 @@ def sample(logits: Tensor, batch: SamplingBatch, steps: SamplerSteps | None = No
         steps: how; plain PyTorch if None.
     """
     steps = steps or PLAIN_STEPS
-    values, token_ids = steps.best_tokens(logits)  # NaN is greater than all: this also tells which rows are broken
-    best, token_ids = values.index_select(0, batch.rows), token_ids.index_select(0, batch.rows)
-    has_no_token = torch.zeros_like(token_ids, dtype=torch.bool)
+    values, best_tokens = steps.best_tokens(logits)  # NaN is greater than all: this also tells which rows are broken
+    output = take_best(values, best_tokens, batch.rows)
     if batch.worked is not None:
-        draws = batch.worked.draws
+        draws, token_ids = batch.worked.draws, output.token_ids
         token_ids[draws], none_left = steps.draw(logits, values, token_ids[draws], batch.rows[draws], batch.worked)
-        has_no_token[draws] = none_left & best[draws].isfinite()
-    logprobs = _sampled_logprobs(logits, token_ids, batch, steps)
-    return SamplerOutput(
-        token_ids=token_ids,
-        logprobs=None if logprobs is None else logprobs.logprobs,
-        top_token_ids=None if logprobs is None else logprobs.top_token_ids,
-        top_logprobs=None if logprobs is None else logprobs.top_logprobs,
-        best=best,
-        has_no_token=has_no_token,
+        output.has_no_token[draws] = none_left & output.best[draws].isfinite()
+    logprobs = _sampled_logprobs(logits, output.token_ids, batch, steps)
+    if logprobs is None:
+        return output
+    return replace(
+        output,
+        logprobs=logprobs.logprobs,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
     )
 
 
 def take_best(best: Tensor, token_ids: Tensor, rows: Tensor) -> SamplerOutput:
-    """What plain greedy draws that want no logprobs give, of a model that `FindsBestTokens`.
+    """What plain greedy draws that want no logprobs give, in tensors of its own.
 
     Args:
         best: [R] float32, the greatest logit of each row. token_ids: [R] int64, its token.
